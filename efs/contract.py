@@ -1,0 +1,177 @@
+"""The node protocol: what every node does, a directory in this process as well as a server behind a socket.
+
+All operations are batched. Keys are 32 bytes, digests 16 bytes. One node holds at most one shard of a version: which
+index follows from the key's placement and is checked. An implementation raises NodeUnavailable when it cannot serve,
+InvalidArgument for what the caller did wrong, and never returns a record that fails its own checks.
+
+All methods are called on the event loop's thread and all state that they show belongs to that thread. `look_up_now` and
+`read_now` answer from memory and page cache, never block and never wait; they are how a warm read costs no thread hop.
+A node that has to ask a disk or a network says None or False there, and the awaiting twin is used. An awaiting method
+that is cancelled leaves nothing behind in the caller's memory: bytes reach a `Landing` on the loop's thread only, and
+only while the call is being awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efs.clock import Deadline
+from efs.types import DropItem, ListPage, NodeInfo
+
+ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """One more version of an asked key, beside the one in the arrays of its `NodeTable`."""
+
+    row: int
+    digest: bytes
+    location: int
+    generation: int
+    shard: int
+    trusted: bool
+
+
+@dataclass(slots=True)
+class NodeTable:
+    """What one node holds of n asked keys; row i speaks of keys[i].
+
+    digest: (n, 2) uint64, the 16 digest bytes as two little-endian words; zeros where nothing is held.
+    location: (n,) int64, opaque to the caller except that neighbours in one extent differ by 1; ABSENT where nothing.
+    generation: (n,) uint64. shard: (n,) uint8, the index stored in the record.
+    trusted: (n,) bool, False for a record of before an unclean boot whose payload was not checked since.
+    extra: further versions, in no order.
+    """
+
+    digest: NDArray[np.uint64]
+    location: NDArray[np.int64]
+    generation: NDArray[np.uint64]
+    shard: NDArray[np.uint8]
+    trusted: NDArray[np.bool_]
+    extra: tuple[VersionRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A contiguous range of slots on one node: `count` neighbouring locations from `location`, each of `slot_bytes`
+    with `shard_bytes` of payload."""
+
+    location: int
+    count: int
+    shard_bytes: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stride:
+    """Where one piece of each shard of a span goes: row r takes bytes [source, source + size) of its shard to
+    [start + r · step, start + r · step + size) of the landing's buffer."""
+
+    source: int
+    size: int
+    start: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """The destination of a span: a flat writable byte view and the strides of its pieces, in source order."""
+
+    buffer: memoryview
+    strides: tuple[Stride, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PutBatch:
+    """n records for one node. `payload` is private to the call until it is done, also when its caller gave up.
+
+    headers: n complete header bytes, all of one size. payload: (n, slot_bytes) uint8, C-contiguous, zero-padded.
+    Order is the order of placement: neighbours are put into neighbouring slots where space allows.
+    """
+
+    keys: Sequence[bytes]
+    headers: NDArray[np.uint8]
+    payload: NDArray[np.uint8]
+    shard_bytes: int
+    stamp: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutOutcome:
+    """Row by row whether the record is now held (stored, or held before with the same digest and checked)."""
+
+    stored: NDArray[np.bool_]
+    why: str | None
+
+
+class Node(Protocol):
+    """One storage node."""
+
+    @property
+    def node_index(self) -> int: ...
+
+    def look_up_now(self, keys: Sequence[bytes]) -> NodeTable | None:
+        """The table of the keys when every answer is in memory, else None."""
+        ...
+
+    async def look_up(self, keys: Sequence[bytes], deadline: Deadline) -> NodeTable:
+        """The table of the keys."""
+        ...
+
+    async def headers(self, locations: NDArray[np.int64], generations: NDArray[np.uint64], segments: int,
+                      deadline: Deadline) -> NDArray[np.uint8]:
+        """(r, H(segments)) header bytes of records; a row of zeros where the slot was reused, the entry fails its
+        checks, or the header has another number of segments."""
+        ...
+
+    def headers_now(self, locations: NDArray[np.int64], generations: NDArray[np.uint64],
+                    segments: int) -> NDArray[np.uint8] | None:
+        """`headers` from memory, else None."""
+        ...
+
+    def read_now(self, span: Span, landing: Landing) -> bool:
+        """Copy a span to its landing if no byte of it needs waiting for. On False the landing's bytes are undefined."""
+        ...
+
+    async def read(self, spans: Sequence[tuple[Span, Landing]], landed: Callable[[int], None],
+                   deadline: Deadline) -> None:
+        """Copy spans to their landings in order and call `landed(i)` after each, on the loop's thread.
+
+        Raises NodeUnavailable at the first span that cannot be read. What is read is not verified here.
+        """
+        ...
+
+    async def put(self, batch: PutBatch, deadline: Deadline) -> PutOutcome:
+        """Store records: payload first, then table entries, then index. Held (key, digest) pairs are not stored twice:
+        their arrival is renewed. NodeFull, NodeReadOnly or NodeUnavailable when nothing could be stored."""
+        ...
+
+    def touch(self, keys: Sequence[bytes], locations: NDArray[np.int64] | None, stamp: int) -> None:
+        """Note that the keys were used in minute `stamp` (clamped to the node's own clock). Never blocks, best effort.
+        With `locations` from a look-up of the same keys no second look-up is made."""
+        ...
+
+    async def drop(self, items: Sequence[DropItem], deadline: Deadline) -> int:
+        """Remove exactly these records; returns how many were there."""
+        ...
+
+    async def verify(self, key: bytes, digest: bytes, deadline: Deadline) -> bool:
+        """Re-read the node's own record and check payload against header. True when sound (and then trusted); when not,
+        the record is dropped. False when there is none. A client's word alone never drops anything."""
+        ...
+
+    async def list(self, after: bytes | None, limit: int, deadline: Deadline) -> ListPage:
+        """Records sorted by key then digest, from behind `after`."""
+        ...
+
+    async def info(self, deadline: Deadline) -> NodeInfo: ...
+
+    async def close(self) -> None:
+        """Stop serving; waits for running operations, but not for a hung one."""
+        ...

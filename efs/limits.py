@@ -1,0 +1,126 @@
+"""Every bound of the filesystem, with its reason, and the relations between bounds asserted at import.
+
+Sizes are bytes, times are milliseconds unless the name says otherwise. Settings that a store may choose have
+their default here; what is part of the format on disk cannot be chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+# -- Format: fixed for format version 1 ---------------------------------------------------------------------------
+
+FORMAT_VERSION: Final = 1
+KEY_BYTES: Final = 32
+"""2 bytes of placement group and 30 bytes of digest."""
+PLACEMENT_GROUPS: Final = 65_536
+DIGEST_BYTES: Final = 16
+"""A block digest is an xxh3_128."""
+DATA_SHARDS: Final = 10
+PARITY_SHARDS: Final = 2
+STRIPE_SHARDS: Final = DATA_SHARDS + PARITY_SHARDS
+MAX_SEGMENTS: Final = 256
+"""The header grows by 12 bytes a segment; 256 covers a segment per layer of any current model."""
+PAGE_BYTES: Final = 4 * KIB
+SLOT_ALIGN_BYTES: Final = 64
+"""One cache line: a V4.1 shard of 11,392 bytes fits without padding."""
+MAX_SLOTS_PER_EXTENT: Final = 1 << 20
+MAX_EXTENTS: Final = 1 << 24
+MAX_BLOCK_BYTES: Final = 64 * MIB
+"""The largest block: its 6.4 MiB shards still go ten to a default extent."""
+DEPTH_UNKNOWN: Final = 0xFFFF_FFFF
+
+# -- Stripe rules --------------------------------------------------------------------------------------------------
+
+FANOUT: Final = 11
+"""Nodes asked at once on a read: ten are enough, the eleventh hides one slow node."""
+ACK_SHARDS: Final = 11
+"""Shards stored before a put is acknowledged: one failure later the block still reads."""
+MAX_VERSIONS_PER_KEY: Final = 4
+"""Different valid bytes under one key are legal (bounded replay), but rare; a fifth displaces the weakest."""
+MATCH_SAMPLE_NODES: Final = 3
+"""Nodes that `match` asks of each run; `strict` asks until the answer is certain."""
+
+# -- Space ----------------------------------------------------------------------------------------------------------
+
+EXTENT_BYTES: Final = 64 * MIB
+"""Large enough that a table is read in one go, small enough that a new slot size gets space quickly."""
+MIN_EXTENT_BYTES: Final = 256 * KIB
+"""For tests and tiny stores."""
+MIN_EXTENTS_PER_NODE: Final = 4
+"""Fewer could not hold two slot sizes and still turn extents over."""
+INDEX_BUDGET_SHARE: Final = 0.025
+"""LMDB takes 104-145 bytes an entry, 1.3 % of a V4.1 shard; twice that leaves it free pages for deletes."""
+MIN_INDEX_BUDGET_BYTES: Final = 1 * MIB
+RESERVE_BYTES: Final = 512 * KIB
+"""Per node, for node.toml, counters, stamps of small stores, directories and LMDB's lock file."""
+STAMP_BYTES_PER_SLOT: Final = 4
+WATERMARK_HIGH: Final = 0.92
+WATERMARK_LOW: Final = 0.88
+WATERMARK_REJECT: Final = 0.97
+
+# -- Memory ---------------------------------------------------------------------------------------------------------
+
+HOT_KEYS_PER_NODE: Final = 262_144
+"""Keys whose location stays in memory: 30 GB of V4.1 blocks, about 35 MB of memory a node."""
+TABLE_CACHE_BYTES: Final = 32 * MIB
+"""Extent tables kept in memory, a node: 28 extents of V4.1 shards, 1.8 GB a node, 21 GB a store."""
+STAGING_PIECE_BYTES: Final = 64 * MIB
+"""Most private staging that one put holds for one piece of its blocks."""
+PUT_PIECE_BYTES: Final = 16 * MIB
+"""Payload encoded at a time, so that hashing, encoding and writing overlap."""
+PUT_BUDGET_BYTES: Final = 256 * MIB
+"""Caller bytes admitted to writing at once; further puts wait for their turn within their deadline."""
+VERIFY_CHUNK_BYTES: Final = 768 * KIB
+"""Bytes copied and then hashed while they are still in the core's cache."""
+IOV_MAX: Final = 1024
+"""Buffers in one preadv or pwritev call on Linux."""
+MAX_KEYS_PER_CALL: Final = 65_536
+
+# -- Time -----------------------------------------------------------------------------------------------------------
+
+GET_DEADLINE_MS: Final = 5_000
+MATCH_DEADLINE_MS: Final = 1_000
+PUT_DEADLINE_MS: Final = 10_000
+MAX_DEADLINE_MS: Final = 60_000
+INITIAL_LAG_GRACE_MS: Final = 50.0
+"""Wait for a lagging data shard before a lag estimate exists."""
+MIN_LAG_GRACE_MS: Final = 1.0
+MAX_LAG_GRACE_MS: Final = 250.0
+PUT_LAG_GRACE_MS: Final = 50.0
+"""How long a put at eleven stored waits for the twelfth."""
+HUNG_MS: Final = 500.0
+"""A node whose oldest operation is this old is suspect: not asked first until it answers."""
+PROBE_BACKOFF_MS: Final = 250.0
+"""A suspect node is tried again after this, doubling up to MAX_PROBE_BACKOFF_MS."""
+MAX_PROBE_BACKOFF_MS: Final = 8_000.0
+HOLLOW_GRACE_MS: Final = 2 * MAX_DEADLINE_MS
+"""A sweep never takes a stripe younger than this for hollow: its put may still be running."""
+STAMP_SECONDS: Final = 60
+"""Resolution of access times."""
+STAMP_FLUSH_MS: Final = 5_000.0
+"""Changed stamps reach their file after this."""
+
+# -- Rates and queues ----------------------------------------------------------------------------------------------
+
+HEDGE_BUDGET_SHARE: Final = 0.10
+"""Speculative reads beyond the eleventh, as a share of reads."""
+NODE_QUEUE_OPERATIONS: Final = 256
+"""Operations waiting for one node's thread; one more is refused."""
+MAX_READ_ATTEMPTS: Final = 2
+"""Attempts at one shard in one call."""
+DELETE_BATCH: Final = 512
+"""Index entries deleted in one transaction: copy-on-write needs free pages for each page touched."""
+
+assert DATA_SHARDS < FANOUT < STRIPE_SHARDS and DATA_SHARDS < ACK_SHARDS < STRIPE_SHARDS
+assert MAX_BLOCK_BYTES // DATA_SHARDS * 2 < EXTENT_BYTES
+assert WATERMARK_LOW < WATERMARK_HIGH < WATERMARK_REJECT < 1.0
+assert MIN_LAG_GRACE_MS <= INITIAL_LAG_GRACE_MS <= MAX_LAG_GRACE_MS < GET_DEADLINE_MS
+assert HOLLOW_GRACE_MS >= 2 * MAX_DEADLINE_MS
+assert max(GET_DEADLINE_MS, MATCH_DEADLINE_MS, PUT_DEADLINE_MS) <= MAX_DEADLINE_MS
+assert PUT_PIECE_BYTES * STRIPE_SHARDS // DATA_SHARDS <= STAGING_PIECE_BYTES <= PUT_BUDGET_BYTES
+assert PAGE_BYTES % SLOT_ALIGN_BYTES == 0

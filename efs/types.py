@@ -1,0 +1,93 @@
+"""Frozen results that callers of the filesystem see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GetReport:
+    """What one `get_into` did.
+
+    blocks: length of the verified leading run: every key before it has its bytes in the buffer.
+    ok: one bool per key; bytes of blocks that are not ok are undefined.
+    rebuilt: blocks of which at least one data shard came from Reed-Solomon.
+    hedged: shards asked speculatively beyond the eleventh.
+    corrupt, missing, raced: shards that failed their checks; that were expected on an asked node and not to be had
+      (node gone, record absent, deadline); that were overwritten while they were read.
+    bytes: verified payload delivered, the sum over ok blocks. seconds: from call to return.
+    """
+
+    blocks: int
+    ok: Sequence[bool]
+    rebuilt: int
+    hedged: int
+    corrupt: int
+    missing: int
+    raced: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PutReport:
+    """What one `put` did, in blocks. `acked`, `already` and `failed` are disjoint and add up to the keys.
+
+    acked: stored by this call on at least 11 nodes. already: some version was complete before (nothing stored, or
+    a missing shard of the same version added). failed: not acknowledged; the block may be readable all the same.
+    at_risk: those of acked and already that are on exactly 11 nodes.
+    """
+
+    acked: int
+    already: int
+    failed: int
+    at_risk: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A node's identity and fill. Sizes in bytes; `live_bytes` counts slots that hold a record."""
+
+    node_index: int
+    node_id: str
+    state: str
+    capacity_bytes: int
+    live_bytes: int
+    extents_used: int
+    extents_total: int
+    records: int
+    unverified: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRecord:
+    """One record as `list` shows it. `arrival_ms` is wall time in ms, `stamp` in minutes."""
+
+    key: bytes
+    digest: bytes
+    location: int
+    generation: int
+    shard: int
+    block_bytes: int
+    depth: int
+    tenant_tag: bytes
+    arrival_ms: int
+    stamp: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListPage:
+    """A page of a node's listing, sorted by key then digest; `after` continues it, None at the end."""
+
+    records: tuple[ListedRecord, ...]
+    after: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class DropItem:
+    """A record to remove, named exactly: another generation or digest under the key is left alone."""
+
+    key: bytes
+    digest: bytes
+    generation: int
