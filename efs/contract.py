@@ -79,12 +79,18 @@ class Stride:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Landing:
-    """The destination of a span: a flat writable byte view and the strides of its pieces, in source order."""
+    """The destination of a span: a flat writable byte view and the strides of its pieces, in source order.
+
+    `revoked` is set by the reader when it no longer wants the bytes (the block was rebuilt, the call returned). A node
+    looks at it on the loop's thread before every single copy into the buffer and then copies nothing: a late byte
+    must never land on verified ones.
+    """
 
     buffer: memoryview
     strides: tuple[Stride, ...]
+    revoked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +149,8 @@ class Node(Protocol):
                    deadline: Deadline) -> None:
         """Copy spans to their landings in order and call `landed(i)` after each, on the loop's thread.
 
-        Raises NodeUnavailable at the first span that cannot be read. What is read is not verified here.
+        A span whose landing was revoked is skipped without a call. Raises NodeUnavailable at the first span that cannot
+        be read. What is read is not verified here.
         """
         ...
 
