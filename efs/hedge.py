@@ -75,26 +75,28 @@ class Lags:
 
     def observe(self, node_index: int, lag: float, now: float) -> None:
         """A shard came `lag` seconds late (0 when it was among the first), or had not come after that long."""
-        current = self.expected(node_index, now)
+        current = float(self.expected(now)[node_index])
         self._lag[node_index] = lag if lag > current else current + 0.3 * (lag - current)
         self._seen_at[node_index] = now
         self._settled = True
 
-    def expected(self, node_index: int, now: float) -> float:
-        age = max(0.0, now - float(self._seen_at[node_index]))
-        return float(self._lag[node_index] * 0.5 ** (age / LAG_HALF_LIFE_SECONDS))
+    def expected(self, now: float) -> NDArray[np.float64]:
+        """(12,) seconds by node."""
+        age = np.maximum(0.0, now - self._seen_at)
+        decayed: NDArray[np.float64] = self._lag * 0.5 ** (age / LAG_HALF_LIFE_SECONDS)
+        return decayed
 
     def grace(self, now: float) -> float:
         """Seconds to wait for a lagging shard: twice the usual lag of a node, within the limits; the initial grace
         before anything was observed. The usual lag is the median over nodes, so one slow node does not stretch it."""
         if not self._settled:
             return INITIAL_LAG_GRACE_MS / 1000
-        usual = float(np.median([self.expected(node, now) for node in range(STRIPE_SHARDS)]))
+        usual = float(np.median(self.expected(now)))
         return min(max(2 * usual, MIN_LAG_GRACE_MS / 1000), MAX_LAG_GRACE_MS / 1000)
 
-    def slow(self, node_index: int, now: float) -> bool:
-        """Whether waiting for this node is known to be pointless."""
-        return self._settled and self.expected(node_index, now) > self.grace(now)
+    def slow(self, now: float) -> NDArray[np.bool_]:
+        """(12,) by node: waiting for it is known to be pointless."""
+        return self.expected(now) > self.grace(now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class Unit:
     state: (12, rows) uint8 by shard index, values of `Shard`. open: (rows,) bool, blocks still being worked on.
     """
 
-    __slots__ = ("open", "rotation", "spare", "start", "state", "stop", "late_from")
+    __slots__ = ("late_from", "open", "rotation", "spare", "start", "state", "stop")
 
     def __init__(self, start: int, stop: int, rotation: int, spare: int) -> None:
         self.start = start
@@ -162,7 +164,7 @@ class Unit:
         enough = live & (in_hand >= DATA_SHARDS) & missing.any(axis=0)
         waiting = pending & live
         grace = lags.grace(now)
-        slow = np.array([lags.slow(self.node_of(shard), now) for shard in range(STRIPE_SHARDS)])
+        slow = np.roll(lags.slow(now), -self.rotation)
         over = self.late_from is not None and now - self.late_from >= grace
         worth_waiting = waiting[:DATA_SHARDS] & ~slow[:DATA_SHARDS, None]
         rebuild = enough & (over | ~worth_waiting.any(axis=0))

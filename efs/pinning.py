@@ -2,9 +2,9 @@
 
 Every node may hold a shard of several versions of a key. A version is *pinned* when the tables that arrived show at
 least ten of its shards; from then on the fetch reads that version only. With several such versions the one with the
-most shards wins, a tie goes to the smallest digest. A block is a *miss* when for every version shards seen + tables still
-outstanding < 10. A record whose shard index is not the one that its node must hold is in the wrong place and is not
-counted (a swapped directory, a copied slot).
+most shards wins, a tie goes to the smallest digest. A block is a *miss* when for every version shards seen + tables
+still outstanding < 10. A record whose shard index is not the one that its node must hold is in the wrong place and is
+not counted (a swapped directory, a copied slot).
 """
 
 from __future__ import annotations
