@@ -83,10 +83,99 @@ def header_bytes(segments: int) -> int:
 
 
 def entry_bytes(segments: int) -> int:
+    """Bytes of a table entry whose header has this many segments."""
     return LOCAL_BYTES + header_bytes(segments)
+
+
+def segments_of_entry(size: int) -> int:
+    """The number of segments for which a table entry has `size` bytes; InvalidArgument when there is none."""
+    raise NotImplementedError
 
 
 @lru_cache(maxsize=64)
 def entry_dtype(segments: int) -> np.dtype[np.void]:
-    """Structured view of a table entry. Digest and key are arrays of uint64 so that they compare at once."""
+    """Structured view of a table entry, itemsize `entry_bytes(segments)`, unaligned and packed by offset.
+
+    Fields: generation u8, arrival_ms u8, boot_epoch u4, local_zero u4, local_hash u8; magic u4, version u2, shard u1,
+    k u1, m u1, zero u1, segments u2, depth u4, tenant_tag u8, payload_hash u8, key (4,) u8, digest (2,) u8,
+    block_bytes u8, segment_hashes (S,) u8, segment_bytes (S,) u4, header_hash u8; header (H,) u1 is all of the header
+    once more. Digest and key are arrays of little-endian uint64 so that they compare at once.
+    """
+    raise NotImplementedError
+
+
+def view_entries(raw: NDArray[np.uint8], segments: int) -> NDArray[np.void]:
+    """(m, E) or (m · E,) C-contiguous bytes as (m,) entries of `entry_dtype(segments)`, without a copy."""
+    raise NotImplementedError
+
+
+def block_templates(keys: Sequence[bytes], depths: NDArray[np.uint32], tenant_tags: Sequence[bytes] | bytes,
+                    shape: BlockShape, segment_hashes: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """What the twelve headers of each of n blocks share: (n, H) uint8, block digest included.
+
+    depths: (n,). tenant_tags: one 8-byte tag for all, or n of them. segment_hashes: (n, S), xxh3_64 of each segment.
+    Shard index, payload hash and header hash are still zero; `finish_headers` fills them. InvalidArgument for a
+    wrong count, length or type.
+    """
+    raise NotImplementedError
+
+
+def template_digests(templates: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """(n, 2) uint64 block digests of templates (or headers), as a copy."""
+    raise NotImplementedError
+
+
+def finish_headers(templates: NDArray[np.uint8], shards: int | NDArray[np.uint8],
+                   payload_hashes: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """Complete (n, H) headers of one shard of each block; the templates are left as they are.
+
+    shards: one index for all rows or (n,). payload_hashes: (n,), xxh3_64 of s bytes of payload.
+    """
+    raise NotImplementedError
+
+
+def build_headers(keys: Sequence[bytes], shards: int | NDArray[np.uint8], depths: NDArray[np.uint32],
+                  tenant_tags: Sequence[bytes] | bytes, shape: BlockShape, segment_hashes: NDArray[np.uint64],
+                  payload_hashes: NDArray[np.uint64]) -> NDArray[np.uint8]:
+    """`block_templates` and `finish_headers` in one. A put of all twelve shards makes the templates once instead."""
+    raise NotImplementedError
+
+
+def parse_header(data: bytes | memoryview) -> Header:
+    """Parse and check one header; CorruptRecord names the first check that fails."""
+    raise NotImplementedError
+
+
+def shape_of(header: NDArray[np.uint8] | bytes | memoryview) -> BlockShape:
+    """Sizes written in a header that was checked before; CorruptRecord when they make no shape."""
+    raise NotImplementedError
+
+
+def check_headers(headers: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """(n,) whether each row of (n, H) is a valid header: every check of `parse_header`, vectorised."""
+    raise NotImplementedError
+
+
+def wrap_entries(headers: NDArray[np.uint8], generations: NDArray[np.uint64], arrivals_ms: int | NDArray[np.uint64],
+                 boot_epoch: int) -> NDArray[np.uint8]:
+    """(n, E) table entries around (n, H) valid headers. Also how an entry is rewritten with a new arrival or epoch."""
+    raise NotImplementedError
+
+
+def parse_entry(data: bytes | memoryview) -> Entry | None:
+    """Parse and check one table entry; None for a free one (all zeros), CorruptRecord for a torn one."""
+    raise NotImplementedError
+
+
+def check_entries(entries: NDArray[np.void], slot_bytes: int | None = None) -> NDArray[np.bool_]:
+    """(m,) whether each entry is live and valid: local checksum, generation above 0, and a valid header.
+
+    With `slot_bytes` the header's block must also belong into slots of that size, so that entries which an extent
+    kept from another class are refused.
+    """
+    raise NotImplementedError
+
+
+def free_entries(entries: NDArray[np.void]) -> NDArray[np.bool_]:
+    """(m,) whether each entry is all zeros. An entry neither free nor valid is torn."""
     raise NotImplementedError
