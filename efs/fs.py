@@ -8,24 +8,16 @@ twelve paths of the operator's choice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from efs.clock import Clock
 from efs.osio import Io
 from efs.shape import BlockShape
-from efs.types import GetReport, NodeInfo, PutReport
+from efs.types import GetReport, NodeInfo, PutItem, PutReport
+
+__all__ = ["FileSystem", "OnSegment", "PutItem"]
 
 OnSegment = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PutItem:
-    """What the filesystem must know of a block beside its bytes."""
-
-    key: bytes
-    depth: int
-    tenant_tag: bytes
 
 
 class FileSystem:

@@ -75,6 +75,16 @@ PUT_PIECE_BYTES: Final = 16 * MIB
 """Payload encoded at a time, so that hashing, encoding and writing overlap."""
 PUT_BUDGET_BYTES: Final = 256 * MIB
 """Caller bytes admitted to writing at once; further puts wait for their turn within their deadline."""
+PUT_SLICE_BYTES: Final = 2 * MIB
+"""Caller bytes that a put hashes, copies and encodes before it lets the event loop serve others: about 1 ms."""
+PUT_LANE_PIECES: Final = 2
+"""Pieces that one put has under way to one node: one being written, one waiting."""
+WRITE_STAGING_BYTES: Final = 128 * MIB
+"""Staging of all puts together: one piece of the largest block (12 × 8 MiB) or five ordinary pieces."""
+WRITE_STAGING_KEPT_BYTES: Final = 48 * MIB
+"""Staging kept for the next put, two ordinary pieces: memory that was touched before is written six times faster."""
+ABANDONED_BYTES_PER_NODE: Final = 16 * MIB
+"""Staging that writes to a hung node may still hold after their puts returned; beyond it the node gets no writes."""
 VERIFY_CHUNK_BYTES: Final = 768 * KIB
 """Bytes copied and then hashed while they are still in the core's cache."""
 IOV_MAX: Final = 1024
@@ -111,6 +121,8 @@ HEDGE_BUDGET_SHARE: Final = 0.10
 """Speculative reads beyond the eleventh, as a share of reads."""
 NODE_QUEUE_OPERATIONS: Final = 256
 """Operations waiting for one node's thread; one more is refused."""
+MEND_QUEUE: Final = 1_024
+"""Reports of damaged shards that wait for mending; further ones are left to the scrub."""
 MAX_READ_ATTEMPTS: Final = 2
 """Attempts at one shard in one call."""
 DELETE_BATCH: Final = 512
@@ -123,4 +135,5 @@ assert MIN_LAG_GRACE_MS <= INITIAL_LAG_GRACE_MS <= MAX_LAG_GRACE_MS < GET_DEADLI
 assert HOLLOW_GRACE_MS >= 2 * MAX_DEADLINE_MS
 assert max(GET_DEADLINE_MS, MATCH_DEADLINE_MS, PUT_DEADLINE_MS) <= MAX_DEADLINE_MS
 assert PUT_PIECE_BYTES * STRIPE_SHARDS // DATA_SHARDS <= STAGING_PIECE_BYTES <= PUT_BUDGET_BYTES
+assert MAX_BLOCK_BYTES * STRIPE_SHARDS // DATA_SHARDS <= WRITE_STAGING_BYTES
 assert PAGE_BYTES % SLOT_ALIGN_BYTES == 0

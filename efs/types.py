@@ -1,9 +1,19 @@
-"""Frozen results that callers of the filesystem see."""
+"""Frozen values that callers of the filesystem pass and see."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PutItem:
+    """What the filesystem must know of a block beside its bytes: its key, its depth in the chain (DEPTH_UNKNOWN when
+    not known) and the tenant tag of 8 bytes (zeros without a tenant)."""
+
+    key: bytes
+    depth: int
+    tenant_tag: bytes
 
 
 @dataclass(frozen=True, slots=True)
