@@ -122,6 +122,11 @@ class Node(Protocol):
     @property
     def node_index(self) -> int: ...
 
+    @property
+    def suspect(self) -> bool:
+        """Whether the oldest running operation is older than HUNG_MS. Until it ends, new reads and writes are refused."""
+        ...
+
     def look_up_now(self, keys: Sequence[bytes]) -> NodeTable | None:
         """The table of the keys when every answer is in memory, else None."""
         ...
