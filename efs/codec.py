@@ -25,6 +25,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -32,19 +33,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.errors import CodecError, InvalidArgument
-from efs.limits import DATA_SHARDS, KIB, MAX_BLOCK_BYTES, PARITY_SHARDS, STRIPE_SHARDS
+from efs.limits import DATA_SHARDS, MAX_BLOCK_BYTES, MIB, PARITY_SHARDS, STRIPE_SHARDS
 
 Shards = NDArray[np.uint8]
 
 MAX_SHARD_BYTES: Final = -(-MAX_BLOCK_BYTES // DATA_SHARDS)
-UNLOCK_ROW_BYTES: Final = 256 * KIB
-"""A row of ten such shards takes about 0.15 ms; below that, giving the lock away costs more than it gives."""
+UNLOCK_ROW_BYTES: Final = 2 * MIB
+"""Beside a busy Python thread, getting the lock back takes up to the interpreter's switch interval (5 ms), however
+short the call was: measured 5 ms a row without the lock against 0.15 ms with it at 256 KiB. A row of 2 MiB shards runs
+for 1 to 2 ms, about what the event loop may be kept from its next step."""
 SYSTEM_LIBRARY: Final = "libisal.so.2"
 PYECLIB_HEADER_BYTES: Final = 80
 TABLE_BYTES: Final = 32
 """Bytes of `ec_init_tables` for one coefficient, in its widest layout."""
 PROOF_PARITY: Final = b"\x35\xaa"
 """Parity of the bytes 1 to 10 under E; the tests work it out from the field alone."""
+
+
+class Place(NamedTuple):
+    """Where a shard's rows lie: address of row 0, distance of rows, and the range that holds them all."""
+
+    address: int
+    stride: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stripes:
+    """Checked arguments: `rows` stripes of shards of `size` bytes; ten inputs and what is to be made of them, each in
+    order of index. `places` has those of the inputs, then those of the outputs, and is empty when there are no rows."""
+
+    inputs: Mapping[int, Shards]
+    outputs: Mapping[int, Shards]
+    rows: int
+    size: int
+    places: tuple[Place, ...]
 
 
 class Backend(Protocol):
@@ -58,8 +82,8 @@ class Backend(Protocol):
         """The path or module that does the work, for `doctor`."""
         ...
 
-    def transform(self, inputs: Mapping[int, Shards], outputs: Mapping[int, Shards]) -> None:
-        """Fill the output shards of every row from exactly ten input shards; at least one row and one output."""
+    def transform(self, stripes: Stripes) -> None:
+        """Fill the output shards of every row from the ten input shards; there is at least one row and one output."""
         ...
 
 
@@ -107,58 +131,52 @@ class Codec:
         )
 
     def _run(self, inputs: dict[int, Shards], outputs: dict[int, Shards]) -> None:
-        rows = _check_shards(inputs, outputs)
-        if rows and outputs:
-            self._library.transform(inputs, outputs)
+        stripes = _checked(inputs, outputs)
+        if stripes.rows and outputs:
+            self._library.transform(stripes)
 
 
 # -- Checks: everything a library would not survive ----------------------------------------------------------------
-
-
-class _Place(NamedTuple):
-    """Where a shard's rows lie: address of row 0, distance of rows, and the range that holds them all."""
-
-    address: int
-    stride: int
-    low: int
-    high: int
 
 
 def _count(shards: object) -> str:
     return str(len(shards)) if isinstance(shards, Sequence | Mapping) else f"a {type(shards).__name__} as"
 
 
-def _check_shards(inputs: Mapping[int, Shards], outputs: Mapping[int, Shards]) -> int:
-    """Number of rows; CodecError unless all arrays are alike and no written row overlaps another one."""
-    shape: tuple[int, ...] | None = None
-    for index, array in (*inputs.items(), *outputs.items()):
-        if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 2:
-            raise CodecError(f"shard {index} is {_describe(array)}, must be a 2-D uint8 array")
-        if shape is None:
-            shape = array.shape
-            if not 1 <= shape[1] <= MAX_SHARD_BYTES:
-                raise CodecError(f"shard {index} has rows of {shape[1]} bytes, must be 1 to {MAX_SHARD_BYTES}")
-        if array.shape != shape:
-            raise CodecError(f"shard {index} is {_describe(array)}, the others have shape {shape}")
-        if array.strides[1] != 1 and shape[1] > 1 and shape[0] > 0:
-            raise CodecError(f"shard {index}: the bytes of a row are not contiguous")
-    assert shape is not None
-    rows, size = shape
+def _checked(inputs: Mapping[int, Shards], outputs: Mapping[int, Shards]) -> Stripes:
+    """CodecError unless all arrays are alike and no written row overlaps another one."""
+    rows, size = _common_shape({**inputs, **outputs})
     if rows == 0:
-        return 0
-    read = {index: _place(array, rows, size) for index, array in inputs.items()}
-    written: dict[int, _Place] = {}
+        return Stripes(inputs, outputs, 0, size, ())
+    places: dict[int, Place] = {index: _place(array, rows, size) for index, array in inputs.items()}
     for index, array in outputs.items():
         if not array.flags.writeable:
             raise CodecError(f"shard {index} is to be written but is read-only")
         place = _place(array, rows, size)
         if rows > 1 and abs(place.stride) < size:
             raise CodecError(f"shard {index} is to be written but its rows overlap")
-        for other, there in (*read.items(), *written.items()):
+        for other, there in places.items():
             if place.low < there.high and there.low < place.high and _rows_overlap(place, there, rows, size):
                 raise CodecError(f"shard {index} is to be written but overlaps shard {other}")
-        written[index] = place
-    return rows
+        places[index] = place
+    return Stripes(inputs, outputs, rows, size, tuple(places.values()))
+
+
+def _common_shape(shards: Mapping[int, Shards]) -> tuple[int, int]:
+    """(rows, bytes of a row) of all the arrays."""
+    shape: tuple[int, ...] = ()
+    for index, array in shards.items():
+        if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 2:
+            raise CodecError(f"shard {index} is {_describe(array)}, must be a 2-D uint8 array")
+        if not shape:
+            shape = array.shape
+            if not 1 <= shape[1] <= MAX_SHARD_BYTES:
+                raise CodecError(f"shard {index} has rows of {shape[1]} bytes, must be 1 to {MAX_SHARD_BYTES}")
+        elif array.shape != shape:
+            raise CodecError(f"shard {index} is {_describe(array)}, the others have shape {shape}")
+        if array.strides[1] != 1 and shape[1] > 1 and shape[0] > 0:
+            raise CodecError(f"shard {index}: the bytes of a row are not contiguous")
+    return shape[0], shape[1]
 
 
 def _describe(array: object) -> str:
@@ -167,13 +185,13 @@ def _describe(array: object) -> str:
     return f"a {type(array).__name__}"
 
 
-def _place(array: Shards, rows: int, size: int) -> _Place:
+def _place(array: Shards, rows: int, size: int) -> Place:
     address, stride = array.ctypes.data, array.strides[0]
     last = address + (rows - 1) * stride
-    return _Place(address, stride, min(address, last), max(address, last) + size)
+    return Place(address, stride, min(address, last), max(address, last) + size)
 
 
-def _rows_overlap(one: _Place, other: _Place, rows: int, size: int) -> bool:
+def _rows_overlap(one: Place, other: Place, rows: int, size: int) -> bool:
     """Whether any row of one shares a byte with any row of the other."""
     if one.stride == other.stride != 0:
         # Views of one buffer: rows that start in disjoint parts of the stride never meet.
@@ -212,19 +230,18 @@ class IsalBackend:
         # Two threads that miss at once store the same table twice: no lock needed.
         self._tables: dict[tuple[tuple[int, ...], tuple[int, ...]], ctypes.Array[ctypes.c_ubyte]] = {}
 
-    def transform(self, inputs: Mapping[int, Shards], outputs: Mapping[int, Shards]) -> None:
-        pattern = (tuple(inputs), tuple(outputs))
+    def transform(self, stripes: Stripes) -> None:
+        rows, size, count = stripes.rows, stripes.size, len(stripes.outputs)
+        pattern = (tuple(stripes.inputs), tuple(stripes.outputs))
         table = self._tables.get(pattern)
         if table is None:
             table = self._tables[pattern] = self._make_table(*pattern)
-        arrays = (*inputs.values(), *outputs.values())
-        rows, size = arrays[0].shape
-        addresses = np.array([array.ctypes.data for array in arrays], np.int64)
-        strides = np.array([array.strides[0] for array in arrays], np.int64)
+        addresses = np.array([place.address for place in stripes.places], np.int64)
+        strides = np.array([place.stride for place in stripes.places], np.int64)
         pointers = addresses + np.arange(rows, dtype=np.int64)[:, None] * strides
         call = self._locked if size < UNLOCK_ROW_BYTES else self._unlocked
         to_outputs = DATA_SHARDS * pointers.itemsize
-        first, step, count = pointers.ctypes.data, pointers.strides[0], len(outputs)
+        first, step = pointers.ctypes.data, pointers.strides[0]
         coefficients = ctypes.addressof(table)
         for row in range(first, first + rows * step, step):
             call(size, DATA_SHARDS, count, coefficients, row, row + to_outputs)
@@ -275,30 +292,30 @@ class PyeclibBackend:
         except ec_iface.ECDriverError as error:
             raise CodecError(f"isa_l_rs_cauchy is not available: {error}") from error
 
-    def transform(self, inputs: Mapping[int, Shards], outputs: Mapping[int, Shards]) -> None:
-        rows, size = next(iter(inputs.values())).shape
+    def transform(self, stripes: Stripes) -> None:
         try:
-            headers = [fragment[:PYECLIB_HEADER_BYTES] for fragment in self._driver.encode(bytes(DATA_SHARDS * size))]
-            for row in range(rows):
-                self._transform_row(row, size, headers, inputs, outputs)
+            fragments = self._driver.encode(bytes(DATA_SHARDS * stripes.size))
+            headers = [fragment[:PYECLIB_HEADER_BYTES] for fragment in fragments]
+            for row in range(stripes.rows):
+                self._transform_row(stripes, row, headers)
         except self._driver_error as error:
             raise CodecError(f"pyeclib: {error}") from error
 
-    def _transform_row(self, row: int, size: int, headers: Sequence[bytes], inputs: Mapping[int, Shards],
-                       outputs: Mapping[int, Shards]) -> None:
-        if max(inputs) < DATA_SHARDS:
-            block = b"".join(inputs[index][row].tobytes() for index in range(DATA_SHARDS))
+    def _transform_row(self, stripes: Stripes, row: int, headers: Sequence[bytes]) -> None:
+        rows = {index: array[row].tobytes() for index, array in stripes.inputs.items()}
+        if max(rows) < DATA_SHARDS:
+            block = b"".join(rows.values())
         else:
             # The header depends on the size and the index alone, so a stripe that was stored without gets it back.
-            block = self._driver.decode([headers[index] + array[row].tobytes() for index, array in inputs.items()])
-        fragments = self._driver.encode(block) if max(outputs) >= DATA_SHARDS else ()
-        for index, array in outputs.items():
+            block = self._driver.decode([headers[index] + shard for index, shard in rows.items()])
+        fragments = self._driver.encode(block) if max(stripes.outputs) >= DATA_SHARDS else ()
+        for index, array in stripes.outputs.items():
             if index < DATA_SHARDS:
-                shard = block[index * size : (index + 1) * size]
+                shard = block[index * stripes.size : (index + 1) * stripes.size]
             else:
                 shard = fragments[index][PYECLIB_HEADER_BYTES:]
-            if len(shard) != size:
-                raise CodecError(f"pyeclib made a shard of {len(shard)} bytes, expected {size}")
+            if len(shard) != stripes.size:
+                raise CodecError(f"pyeclib made a shard of {len(shard)} bytes, expected {stripes.size}")
             array[row] = np.frombuffer(shard, np.uint8)
 
 
@@ -367,11 +384,11 @@ def _prove(backend: Backend) -> None:
     size = 67
     stripe = np.repeat(np.arange(1, STRIPE_SHARDS + 1, dtype=np.uint8), size).reshape(STRIPE_SHARDS, 1, size)
     data = {index: stripe[index] for index in range(DATA_SHARDS)}
-    backend.transform(data, {10: stripe[10], 11: stripe[11]})
+    backend.transform(_checked(data, {10: stripe[10], 11: stripe[11]}))
     if stripe[10].tobytes() != PROOF_PARITY[:1] * size or stripe[11].tobytes() != PROOF_PARITY[1:] * size:
         raise CodecError(f"{backend.origin} encodes a known stripe to other bytes")
     rebuilt = np.zeros((2, 1, size), np.uint8)
     present = {index: stripe[index] for index in range(STRIPE_SHARDS) if index not in (3, 10)}
-    backend.transform(present, {3: rebuilt[0], 10: rebuilt[1]})
+    backend.transform(_checked(present, {3: rebuilt[0], 10: rebuilt[1]}))
     if rebuilt[0].tobytes() != stripe[3].tobytes() or rebuilt[1].tobytes() != stripe[10].tobytes():
         raise CodecError(f"{backend.origin} rebuilds a known stripe to other bytes")

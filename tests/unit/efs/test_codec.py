@@ -6,7 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from efs.codec import (
     Codec,
     IsalBackend,
     PyeclibBackend,
-    Shards,
+    Stripes,
     load,
     probe,
 )
@@ -64,7 +64,7 @@ class SpyBackend:
     def __init__(self) -> None:
         self.calls = 0
 
-    def transform(self, inputs: Mapping[int, Shards], outputs: Mapping[int, Shards]) -> None:
+    def transform(self, stripes: Stripes) -> None:
         self.calls += 1
 
 
@@ -395,16 +395,16 @@ def test_the_next_backend_is_taken_when_one_does_not_load() -> None:
 
 def test_a_library_with_wrong_results_is_not_used() -> None:
     class WrongParity(PyeclibBackend):
-        def transform(self, inputs: Mapping[int, Shards], outputs: Mapping[int, Shards]) -> None:
-            super().transform(inputs, outputs)
-            if 11 in outputs:
-                outputs[11][0, 0] ^= 1
+        def transform(self, stripes: Stripes) -> None:
+            super().transform(stripes)
+            if 11 in stripes.outputs:
+                stripes.outputs[11][0, 0] ^= 1
 
     class WrongRebuild(PyeclibBackend):
-        def transform(self, inputs: Mapping[int, Shards], outputs: Mapping[int, Shards]) -> None:
-            super().transform(inputs, outputs)
-            if 3 in outputs:
-                outputs[3][0, 66] ^= 1
+        def transform(self, stripes: Stripes) -> None:
+            super().transform(stripes)
+            if 3 in stripes.outputs:
+                stripes.outputs[3][0, 66] ^= 1
 
     with pytest.raises(CodecError, match="encodes a known stripe to other bytes"):
         load(None, {"wrong": WrongParity})
