@@ -118,10 +118,14 @@ class Decision:
 class Unit:
     """The state machine of one unit: blocks [start, stop) of the fetch, all of one rotation.
 
-    state: (12, rows) uint8 by shard index, values of `Shard`. open: (rows,) bool, blocks still being worked on.
+    state: (12, rows) uint8 by shard index, values of `Shard`. computed: (12, rows) bool, in hand by rebuilding.
+    open: (rows,) bool, blocks still being worked on. whole: shards that came at once for every row. rebuilds: how often
+    a rebuilt block disagreed with its header.
     """
 
-    __slots__ = ("late_from", "open", "rotation", "spare", "start", "state", "stop")
+    __slots__ = (
+        "computed", "late_from", "open", "rebuilds", "retried", "rotation", "spare", "start", "state", "stop", "whole",
+    )
 
     def __init__(self, start: int, stop: int, rotation: int, spare: int) -> None:
         self.start = start
@@ -129,7 +133,11 @@ class Unit:
         self.rotation = rotation
         self.spare = spare
         self.state = np.zeros((STRIPE_SHARDS, stop - start), np.uint8)
+        self.computed = np.zeros((STRIPE_SHARDS, stop - start), np.bool_)
         self.open = np.ones(stop - start, np.bool_)
+        self.rebuilds = 0
+        self.retried: set[tuple[int, int]] = set()
+        self.whole: set[int] = set()
         self.late_from: float | None = None
 
     def node_of(self, shard: int) -> int:
@@ -141,9 +149,12 @@ class Unit:
         parity = next(s for s in range(DATA_SHARDS, STRIPE_SHARDS) if s != self.spare)
         return (*range(DATA_SHARDS), parity)
 
-    def mark(self, shard: int, low: int, high: int, state: Shard) -> None:
-        """Rows [low, high) of the unit change state for one shard."""
-        self.state[shard, low:high] = state
+    def retry(self, shard: int, row: int) -> bool:
+        """Whether a shard that raced with the reuse of its slot may be read again; once a call."""
+        if (shard, row) in self.retried:
+            return False
+        self.retried.add((shard, row))
+        return True
 
     def note_arrival(self, now: float) -> None:
         """Remember when the first open block had at most two shards outstanding; the lag grace runs from there."""

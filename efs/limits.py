@@ -85,8 +85,10 @@ WRITE_STAGING_KEPT_BYTES: Final = 48 * MIB
 """Staging kept for the next put, two ordinary pieces: memory that was touched before is written six times faster."""
 ABANDONED_BYTES_PER_NODE: Final = 16 * MIB
 """Staging that writes to a hung node may still hold after their puts returned; beyond it the node gets no writes."""
-VERIFY_CHUNK_BYTES: Final = 768 * KIB
-"""Bytes copied and then hashed while they are still in the core's cache."""
+UNIT_BLOCKS: Final = 64
+"""Blocks that a fetch reads, verifies and rebuilds together; a whole run of V4.1 blocks."""
+SCRATCH_BYTES: Final = 16 * MIB
+"""Private memory for parity shards that a reader keeps between fetches: two parity shards of 757 blocks."""
 IOV_MAX: Final = 1024
 """Buffers in one preadv or pwritev call on Linux."""
 MAX_KEYS_PER_CALL: Final = 65_536

@@ -48,6 +48,10 @@ class Pins:
     def outstanding(self) -> int:
         return len(self._outstanding)
 
+    @property
+    def outstanding_nodes(self) -> frozenset[int]:
+        return frozenset(self._outstanding)
+
     def add(self, node_index: int, table: NodeTable) -> None:
         """A node's table arrived."""
         self._outstanding.discard(node_index)

@@ -1,0 +1,314 @@
+"""One fetch: tables, pins, headers, shards, verification, rebuilding, segments.
+
+Order of a call, all on the loop's thread:
+
+1. Tables of all nodes; each block becomes pinned or a miss (`efs.pinning`). One table of each pinned block gives its
+   header, and with it the segment hashes; a header was checked by its node, and its digest must be the pinned one.
+2. First pass, segment by segment and unit by unit (`efs.unitread`): what memory and page cache can answer is copied to
+   its place and verified while it is in the core's cache. What cannot is queued for the nodes' threads. A unit that
+   misses a data shard of the segment is fetched whole and rebuilt at once.
+3. Settling: arrivals, lag graces and failures drive `Unit.decide` until every block is good or dead, or the deadline
+   has come.
+
+Segment t fires when all its blocks are good or dead, in order, with the number of leading blocks that are good in
+segments 0 … t; no segment fires before every block is pinned or a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efs.clock import Deadline, stamp_of
+from efs.contract import ABSENT, Node, NodeTable
+from efs.errors import EfsError
+from efs.examine import examine
+from efs.hedge import Shard, Unit
+from efs.limits import FANOUT, STRIPE_SHARDS, UNIT_BLOCKS
+from efs.pinning import Pins
+from efs.placement import placement_group, rotation_of, runs, spare_shard_of
+from efs.shape import BlockShape
+from efs.shard import LOCAL_BYTES, entry_dtype, header_bytes
+from efs.target import Target
+from efs.types import GetReport
+from efs.unitread import ReadContext, Tally, UnitReads, stretches
+
+OnSegment = Callable[[int, int], None]
+
+YIELD_SECONDS = 0.002
+"""The loop gets its turn after this much uninterrupted work."""
+
+
+@lru_cache(maxsize=64)
+def header_dtype(segments: int) -> np.dtype[np.void]:
+    """The header fields of `shard.entry_dtype` at the header's own offsets."""
+    fields = [
+        (name, spec[0], spec[1] - LOCAL_BYTES)
+        for name, spec in (entry_dtype(segments).fields or {}).items()
+        if spec[1] >= LOCAL_BYTES and name != "header"
+    ]
+    return np.dtype(
+        {
+            "names": [name for name, _, _ in fields],
+            "formats": [kind for _, kind, _ in fields],
+            "offsets": [offset for _, _, offset in fields],
+            "itemsize": header_bytes(segments),
+        }
+    )
+
+
+class Fetch:
+    """One `get_into`: `run` once, then `abandon` whatever happened."""
+
+    def __init__(self, context: ReadContext, keys: Sequence[bytes], shape: BlockShape, out: memoryview,
+                 on_segment: OnSegment | None, deadline: Deadline) -> None:
+        self._context = context
+        self._keys = keys
+        self._shape = shape
+        self._target = Target(out, shape, len(keys))
+        self._on_segment = on_segment
+        self._deadline = deadline
+        self._runs = [(start, stop, placement_group(keys[start])) for start, stop in runs(keys)]
+        rotation = np.empty(len(keys), np.uint8)
+        for start, stop, group in self._runs:
+            rotation[start:stop] = rotation_of(group)
+        self._pins = Pins(rotation)
+        self._tables: list[NodeTable | None] = [None] * STRIPE_SHARDS
+        self._table_tasks: set[asyncio.Task[None]] = set()
+        self._event = asyncio.Event()
+        self._tally = Tally(np.zeros(len(keys), np.bool_))
+        self._reads: UnitReads | None = None
+        self._fired = 0
+        self._started = self._breathed = context.clock.monotonic()
+
+    async def run(self) -> GetReport:
+        """The whole call; see the module docstring."""
+        await self._fetch_tables()
+        segments = len(self._shape.segment_bytes)
+        expected = np.zeros((len(self._keys), segments), np.uint64)
+        headed = await self._fetch_headers(expected)
+        reads = UnitReads(
+            self._context, self._target, self._pins, expected.T.tolist(), self._tally, self._deadline
+        )
+        self._reads = reads
+        reads.dead[:] = ~headed
+        units = self._units(headed)
+        for segment in range(segments):
+            for unit in units:
+                reads.ensure(unit, segment)
+                if self._context.clock.monotonic() - self._breathed > YIELD_SECONDS:
+                    reads.flush()
+                    await self._breathe()
+            self._fire(reads)
+        reads.flush()
+        await self._settle(reads, units)
+        self._fire(reads)
+        return self._report(reads)
+
+    async def _breathe(self) -> None:
+        await asyncio.sleep(0)
+        self._breathed = self._context.clock.monotonic()
+
+    # -- tables and headers ---------------------------------------------------------------------------------------
+
+    async def _fetch_tables(self) -> None:
+        for node_index, node in enumerate(self._context.nodes):
+            if node is None:
+                self._pins.fail(node_index)
+                continue
+            try:
+                table = node.look_up_now(self._keys)
+            except EfsError:
+                self._pins.fail(node_index)
+                continue
+            if table is not None:
+                self._add_table(node_index, table)
+            else:
+                self._table_tasks.add(asyncio.ensure_future(self._await_table(node_index, node)))
+        self._pins.resolve()
+        settled_at: float | None = None
+        while not self._deadline.passed():
+            now = self._context.clock.monotonic()
+            left = self._deadline.left()
+            if self._pins.settled:
+                settled_at = now if settled_at is None else settled_at
+                left = min(left, settled_at + self._context.lags.grace(now) - now)
+                if left <= 0 or self._enough_tables(now):
+                    break
+            elif not self._pins.outstanding:
+                break
+            await self._wait(self._event, left)
+            self._pins.resolve()
+        self._pins.missed |= ~self._pins.pinned
+
+    def _enough_tables(self, now: float) -> bool:
+        """Whether nobody worth waiting for is outstanding: eleven tables in, only slow nodes left, nothing to read."""
+        if not self._pins.pinned.any() or STRIPE_SHARDS - self._pins.outstanding >= FANOUT:
+            return True
+        slow = self._context.lags.slow(now)
+        return all(slow[node] for node in self._pins.outstanding_nodes)
+
+    async def _await_table(self, node_index: int, node: Node) -> None:
+        try:
+            self._add_table(node_index, await node.look_up(self._keys, self._deadline))
+        except EfsError:
+            self._pins.fail(node_index)
+        finally:
+            self._event.set()
+
+    def _add_table(self, node_index: int, table: NodeTable) -> None:
+        if self._reads is None:
+            self._tables[node_index] = table
+            self._pins.add(node_index, table)
+
+    async def _fetch_headers(self, expected: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Fill the segment hashes of each pinned block; returns (n,) bool, blocks whose header was found."""
+        headed = np.zeros(len(self._keys), np.bool_)
+        for node_index, node in enumerate(self._context.nodes):
+            columns = np.flatnonzero(self._pins.pinned & ~headed & (self._pins.location[node_index] != ABSENT))
+            if node is None or not len(columns):
+                continue
+            location = self._pins.location[node_index, columns]
+            generation = self._pins.generation[node_index, columns]
+            segments = expected.shape[1]
+            try:
+                rows = node.headers_now(location, generation, segments)
+                if rows is None:
+                    rows = await node.headers(location, generation, segments, self._deadline)
+            except EfsError:
+                continue
+            self._take_headers(rows, columns, expected, headed)
+            if headed.all():
+                break
+        return headed
+
+    def _take_headers(self, rows: NDArray[np.uint8], columns: NDArray[np.intp], expected: NDArray[np.uint64],
+                      headed: NDArray[np.bool_]) -> None:
+        """Accept the headers that speak of the asked key, the pinned digest and the caller's shape."""
+        segments = expected.shape[1]
+        fields = np.ascontiguousarray(rows).view(header_dtype(segments))[:, 0]
+        asked = np.frombuffer(b"".join([self._keys[column] for column in columns.tolist()]), np.uint64).reshape(-1, 4)
+        sizes = np.array(self._shape.segment_bytes, np.uint32)
+        right = (fields["key"] == asked).all(axis=1) & (fields["digest"] == self._pins.digest[columns]).all(axis=1)
+        right &= (fields["block_bytes"] == self._shape.block_bytes) & (fields["segment_bytes"] == sizes).all(axis=1)
+        chosen = columns[right]
+        expected[chosen] = fields["segment_hashes"][right]
+        headed[chosen] = True
+
+    def _units(self, headed: NDArray[np.bool_]) -> list[Unit]:
+        units = []
+        for start, stop, group in self._runs:
+            for low, high in stretches(headed[start:stop]):
+                for first in range(start + low, start + high, UNIT_BLOCKS):
+                    last = min(first + UNIT_BLOCKS, start + high)
+                    units.append(Unit(first, last, rotation_of(group), spare_shard_of(group)))
+        return units
+
+    # -- settling -------------------------------------------------------------------------------------------------
+
+    async def _settle(self, reads: UnitReads, units: Sequence[Unit]) -> None:
+        left = [unit for unit in units if unit.open.any()]
+        while left and not self._deadline.passed():
+            reads.event.clear()
+            while reads.suspects:
+                unit, row = reads.suspects.pop()
+                if unit.open[row]:
+                    await examine(reads, self._keys, unit, row)
+            wake_at: float | None = None
+            for unit in left:
+                again = reads.advance(unit)
+                if again is not None:
+                    wake_at = again if wake_at is None else min(wake_at, again)
+                if self._context.clock.monotonic() - self._breathed > YIELD_SECONDS:
+                    await self._breathe()
+            reads.flush()
+            self._fire(reads)
+            left = [unit for unit in left if unit.open.any()]
+            if left and not reads.suspects:
+                now = self._context.clock.monotonic()
+                pause = self._deadline.left() if wake_at is None else min(self._deadline.left(), wake_at - now)
+                await self._wait(reads.event, pause)
+        for unit in left:
+            self._tally.missing += int(np.count_nonzero(unit.open & (unit.state == Shard.PENDING)))
+            reads.kill(unit, unit.open.copy())
+        if left:
+            self._context.counters.add("get_deadline")
+
+    @staticmethod
+    async def _wait(event: asyncio.Event, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                await event.wait()
+        except TimeoutError:
+            pass
+        event.clear()
+
+    def _fire(self, reads: UnitReads) -> None:
+        while self._fired < len(reads.good):
+            segment = self._fired
+            if not (reads.good[segment] | reads.dead).all():
+                return
+            self._fired += 1
+            if self._on_segment is not None:
+                self._on_segment(segment, _leading(reads.good[: segment + 1].all(axis=0) & ~reads.dead))
+
+    def _report(self, reads: UnitReads) -> GetReport:
+        ok = reads.good.all(axis=0) & ~reads.dead
+        now = self._context.clock.wall()
+        for node, table in zip(self._context.nodes, self._tables, strict=True):
+            if node is not None and table is not None:
+                self._touch(node, table, ok, stamp_of(now))
+        tally = self._tally
+        tally.corrupt += self._pins.misplaced
+        delivered = int(np.count_nonzero(ok))
+        report = GetReport(
+            blocks=_leading(ok),
+            ok=tuple(ok.tolist()),
+            rebuilt=int(np.count_nonzero(tally.rebuilt & ok)),
+            hedged=tally.hedged,
+            corrupt=tally.corrupt,
+            missing=tally.missing,
+            raced=tally.raced,
+            bytes=delivered * self._shape.block_bytes,
+            seconds=self._context.clock.monotonic() - self._started,
+        )
+        self._count(report)
+        return report
+
+    def _touch(self, node: Node, table: NodeTable, ok: NDArray[np.bool_], stamp: int) -> None:
+        if ok.all():
+            node.touch(self._keys, table.location, stamp)
+        elif ok.any():
+            node.touch([self._keys[column] for column in np.flatnonzero(ok).tolist()], table.location[ok], stamp)
+
+    def _count(self, report: GetReport) -> None:
+        counters = self._context.counters
+        for name, count in (
+            ("get_calls", 1),
+            ("get_blocks", sum(report.ok)),
+            ("get_bytes", report.bytes),
+            ("get_missed_blocks", len(report.ok) - sum(report.ok)),
+            ("rebuilt_blocks", report.rebuilt),
+            ("hedged_shards", report.hedged),
+            ("corrupt_shards", report.corrupt),
+            ("missing_shards", report.missing),
+            ("raced_shards", report.raced),
+            ("mixed_versions", self._pins.mixed),
+        ):
+            if count:
+                counters.add(name, count)
+
+    def abandon(self) -> None:
+        """End whatever is still running; after this nothing writes to the caller's buffer."""
+        if self._reads is not None:
+            self._reads.abandon()
+        for task in self._table_tasks:
+            task.cancel()
+
+
+def _leading(flags: NDArray[np.bool_]) -> int:
+    return len(flags) if flags.all() else int(np.argmin(flags))

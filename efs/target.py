@@ -1,0 +1,83 @@
+"""The caller's buffer of a fetch, seen as shards and as segments.
+
+The buffer holds n blocks segment-major (see `efs.shape`). `landing` tells a node where the pieces of its shards belong,
+`segment_hashes` reads back what landed; `shard_rows`, `wanted_rows` and `store_rows` give Reed-Solomon the shards as 2-D
+arrays, in place where a shard is one whole piece, through a copy where segment borders or padding cut it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efs.checksum import xxh3_64
+from efs.contract import Landing, Stride
+from efs.shape import BlockShape, Piece
+
+
+class Target:
+    """A flat writable byte view of `blocks · shape.block_bytes`."""
+
+    def __init__(self, out: memoryview, shape: BlockShape, blocks: int) -> None:
+        self.out = out
+        self.shape = shape
+        self.blocks = blocks
+        self._bytes: NDArray[np.uint8] = np.frombuffer(out, np.uint8)
+        self._whole = tuple(
+            len(pieces) == 1 and pieces[0].size == shape.shard_bytes for pieces in shape.pieces
+        )
+
+    def _start(self, piece: Piece, block: int) -> int:
+        return (
+            self.blocks * self.shape.segment_offsets[piece.segment]
+            + block * self.shape.segment_bytes[piece.segment]
+            + piece.segment_offset
+        )
+
+    def _piece_rows(self, piece: Piece, start: int, stop: int) -> NDArray[np.uint8]:
+        """(stop - start, piece.size) view of one piece of neighbouring blocks."""
+        offset = self.blocks * self.shape.segment_offsets[piece.segment]
+        step = self.shape.segment_bytes[piece.segment]
+        region = self._bytes[offset : offset + self.blocks * step].reshape(self.blocks, step)
+        return region[start:stop, piece.segment_offset : piece.segment_offset + piece.size]
+
+    def landing(self, shard: int, block: int) -> Landing:
+        """Where one data shard of blocks from `block` on belongs."""
+        step = self.shape.segment_bytes
+        return Landing(
+            self.out,
+            tuple(
+                Stride(piece.shard_offset, piece.size, self._start(piece, block), step[piece.segment])
+                for piece in self.shape.pieces[shard]
+            ),
+        )
+
+    def segment_hashes(self, segment: int, start: int, stop: int) -> list[int]:
+        """xxh3_64 of one segment of each of the blocks [start, stop)."""
+        size = self.shape.segment_bytes[segment]
+        first = self.blocks * self.shape.segment_offsets[segment]
+        out = self.out
+        return [xxh3_64(out[at : at + size]) for at in range(first + start * size, first + stop * size, size)]
+
+    def shard_rows(self, shard: int, start: int, stop: int) -> NDArray[np.uint8]:
+        """(stop - start, shard_bytes): a view where the shard is whole in the buffer, else a zero-padded copy."""
+        pieces = self.shape.pieces[shard]
+        if self._whole[shard]:
+            return self._piece_rows(pieces[0], start, stop)
+        rows = np.zeros((stop - start, self.shape.shard_bytes), np.uint8)
+        for piece in pieces:
+            rows[:, piece.shard_offset : piece.shard_offset + piece.size] = self._piece_rows(piece, start, stop)
+        return rows
+
+    def wanted_rows(self, shard: int, start: int, stop: int) -> NDArray[np.uint8]:
+        """What to rebuild a shard into: the buffer itself where the shard is whole, else memory for `store_rows`."""
+        if self._whole[shard]:
+            return self._piece_rows(self.shape.pieces[shard][0], start, stop)
+        return np.empty((stop - start, self.shape.shard_bytes), np.uint8)
+
+    def store_rows(self, shard: int, start: int, stop: int, rows: NDArray[np.uint8]) -> None:
+        """Copy what was rebuilt into `wanted_rows` to its pieces; nothing to do where the shard is whole."""
+        if self._whole[shard]:
+            return
+        for piece in self.shape.pieces[shard]:
+            self._piece_rows(piece, start, stop)[...] = rows[:, piece.shard_offset : piece.shard_offset + piece.size]

@@ -1,0 +1,387 @@
+"""The shards of one fetch: asked, landed, verified, rebuilt, unit by unit. Runs on the loop's thread only.
+
+Invariants: a segment of a block is good only after its bytes in the caller's buffer were hashed and agreed with the
+pinned version's header. Before bytes are rebuilt in place, every landing that could still write to them is revoked, so
+nothing writes to good bytes. `landed` and node failures only change state and set `event`; waiting is the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efs.clock import Clock, Deadline
+from efs.codec import Codec
+from efs.contract import ABSENT, Landing, Node, Span, Stride
+from efs.errors import EfsError
+from efs.hedge import Budget, Lags, Shard, Unit
+from efs.limits import DATA_SHARDS, SCRATCH_BYTES, STRIPE_SHARDS
+from efs.metrics import CounterFile
+from efs.pinning import Pins
+from efs.scratch import Scratch
+from efs.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class CorruptShard:
+    """A record that failed its checks on a read: what to verify and mend."""
+
+    key: bytes
+    digest: bytes
+    node_index: int
+    shard: int
+    generation: int
+
+
+@dataclass(slots=True)
+class ReadContext:
+    """What outlives a call. `nodes[i]` is None where a node is not there at all."""
+
+    nodes: Sequence[Node | None]
+    codec: Codec
+    counters: CounterFile
+    clock: Clock
+    report: Callable[[CorruptShard], None]
+    lags: Lags = field(default_factory=Lags)
+    budget: Budget = field(default_factory=Budget)
+    scratch: Scratch = field(default_factory=lambda: Scratch(SCRATCH_BYTES))
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one call counts; `rebuilt` is one bool per block, the others are shards."""
+
+    rebuilt: NDArray[np.bool_]
+    hedged: int = 0
+    corrupt: int = 0
+    missing: int = 0
+    raced: int = 0
+
+
+@dataclass(slots=True)
+class Request:
+    """Rows [low, high) of one shard of a unit, on their way."""
+
+    unit: Unit
+    shard: int
+    low: int
+    high: int
+    span: Span
+    landing: Landing
+
+
+def stretches(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """[low, high) of each maximal stretch of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    return iter([(int(low), int(high)) for low, high in edges.reshape(-1, 2)])
+
+
+class UnitReads:
+    """All units of one fetch. `expected[t]` lists the pinned header's hash of segment t for each block.
+
+    good: (segments, n) bool. dead: (n,) bool, blocks that this call gives up. suspects: rows whose segment disagreed.
+    """
+
+    def __init__(self, context: ReadContext, target: Target, pins: Pins, expected: list[list[int]],
+                 tally: Tally, deadline: Deadline) -> None:
+        self.context = context
+        self.target = target
+        self.pins = pins
+        self.expected = expected
+        self.tally = tally
+        self.deadline = deadline
+        self.event = asyncio.Event()
+        self.good = np.zeros((len(target.shape.segment_bytes), target.blocks), np.bool_)
+        self.dead = np.zeros(target.blocks, np.bool_)
+        self.suspects: list[tuple[Unit, int]] = []
+        self._linked = np.diff(pins.location, axis=1) == 1
+        self._parity: dict[tuple[int, int], bytearray] = {}
+        self._queue: dict[int, list[Request]] = {}
+        self._flying: list[Request] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    def ask(self, unit: Unit, shard: int, rows: NDArray[np.bool_] | None = None) -> bool:
+        """Request a shard of the unit's blocks (all, or the chosen rows). True when every row of it is in hand now."""
+        node_index = unit.node_of(shard)
+        node = self.context.nodes[node_index]
+        if node is None:
+            return self._absent(unit, shard, np.ones(unit.stop - unit.start, np.bool_) if rows is None else rows)
+        location = self.pins.location[node_index]
+        linked = self._linked[node_index, unit.start : unit.stop - 1]
+        if rows is None and location[unit.start] != ABSENT and linked.all():
+            self.context.budget.earn(unit.stop - unit.start)
+            return self._request(unit, shard, 0, unit.stop - unit.start, node, int(location[unit.start]))
+        held = location[unit.start : unit.stop] != ABSENT
+        wanted = held if rows is None else held & rows
+        complete = True
+        for low, high in self._spans(node_index, unit.start, wanted):
+            self.context.budget.earn(high - low)
+            complete &= self._request(unit, shard, low, high, node, int(location[unit.start + low]))
+        absent = ~held if rows is None else rows & ~held
+        return complete if not absent.any() else self._absent(unit, shard, absent)
+
+    def move(self, unit: Unit, shard: int, row: int, location: int, generation: int) -> None:
+        """Ask one shard of one block again, at the place to which its record has moved."""
+        node_index = unit.node_of(shard)
+        block = unit.start + row
+        self.pins.location[node_index, block] = location
+        self.pins.generation[node_index, block] = generation
+        self._linked[node_index, max(0, block - 1) : block + 1] = False
+        rows = np.zeros(unit.stop - unit.start, np.bool_)
+        rows[row] = True
+        self.ask(unit, shard, rows)
+
+    def _absent(self, unit: Unit, shard: int, rows: NDArray[np.bool_]) -> bool:
+        unit.state[shard, rows] = Shard.LOST
+        self.tally.missing += int(np.count_nonzero(rows))
+        return False
+
+    def _spans(self, node_index: int, start: int, wanted: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+        """Stretches of wanted rows whose slots are neighbours."""
+        for low, high in stretches(wanted):
+            broken = np.flatnonzero(~self._linked[node_index, start + low : start + high - 1])
+            cuts = [low, *(int(at) + low + 1 for at in broken), high]
+            yield from pairwise(cuts)
+
+    def _request(self, unit: Unit, shard: int, low: int, high: int, node: Node, location: int) -> bool:
+        shape = self.target.shape
+        span = Span(location, high - low, shape.shard_bytes, shape.slot_bytes)
+        landing = self._landing(unit, shard, low)
+        try:
+            if node.read_now(span, landing):
+                unit.state[shard, low:high] = Shard.HAVE
+                return True
+        except EfsError:
+            unit.state[shard, low:high] = Shard.LOST
+            self.tally.missing += high - low
+            return False
+        unit.state[shard, low:high] = Shard.PENDING
+        self._queue.setdefault(node.node_index, []).append(Request(unit, shard, low, high, span, landing))
+        return False
+
+    def _landing(self, unit: Unit, shard: int, low: int) -> Landing:
+        if shard < DATA_SHARDS:
+            return self.target.landing(shard, unit.start + low)
+        size = self.target.shape.shard_bytes
+        buffer = self._parity.get((unit.start, shard))
+        if buffer is None:
+            buffer = self.context.scratch.take(size * (unit.stop - unit.start))
+            self._parity[unit.start, shard] = buffer
+        return Landing(memoryview(buffer), (Stride(0, size, low * size, size),))
+
+    def flush(self) -> None:
+        """Hand what is queued to the nodes' threads: one batched request a node."""
+        queue, self._queue = self._queue, {}
+        for node_index, requests in queue.items():
+            self._flying.extend(requests)
+            task = asyncio.ensure_future(self._serve(node_index, requests))
+            for keeper in (self._tasks, self.context.background):
+                keeper.add(task)
+                task.add_done_callback(keeper.discard)
+
+    async def _serve(self, node_index: int, requests: Sequence[Request]) -> None:
+        node = self.context.nodes[node_index]
+        assert node is not None
+        spans = [(request.span, request.landing) for request in requests]
+        try:
+            await node.read(spans, lambda index: self._landed(requests[index]), self.deadline)
+        except EfsError:
+            for request in requests:
+                self._lose(request)
+        finally:
+            self.event.set()
+
+    def _lose(self, request: Request) -> None:
+        state = request.unit.state[request.shard, request.low : request.high]
+        waiting = state == Shard.PENDING
+        if request.landing.revoked or not waiting.any():
+            return
+        request.landing.revoked = True
+        state[waiting] = Shard.LOST
+        self.tally.missing += int(np.count_nonzero(waiting))
+
+    def _landed(self, request: Request) -> None:
+        unit, shard = request.unit, request.shard
+        now = self.context.clock.monotonic()
+        unit.state[shard, request.low : request.high] = Shard.HAVE
+        request.landing.revoked = True
+        lag = 0.0 if unit.late_from is None else now - unit.late_from
+        self.context.lags.observe(unit.node_of(shard), lag, now)
+        if shard < DATA_SHARDS:
+            for segment, shards in enumerate(self.target.shape.segment_shards):
+                if shard in shards:
+                    self.verify_ready(unit, segment)
+        self.event.set()
+
+    # -- verifying ------------------------------------------------------------------------------------------------
+
+    def ensure(self, unit: Unit, segment: int) -> None:
+        """First pass over one segment of a unit: ask its shards, verify; where one is lost take the unit whole."""
+        shards = self.target.shape.segment_shards[segment]
+        complete = all([self._ask_once(unit, shard) for shard in shards])
+        if segment == len(self.good) - 1:
+            self._ask_rest(unit)
+        if complete:
+            self.verify(unit, segment, 0, unit.stop - unit.start)
+            return
+        self.verify_ready(unit, segment)
+        if (unit.state[list(shards)] == Shard.LOST).any():
+            self._ask_rest(unit)
+            self.advance(unit)
+
+    def _ask_once(self, unit: Unit, shard: int) -> bool:
+        """Ask a shard that was not asked yet. True when every row of it is in hand."""
+        if shard in unit.whole:
+            return True
+        if unit.state[shard, 0] != Shard.UNASKED or not self.ask(unit, shard):
+            return False
+        unit.whole.add(shard)
+        return True
+
+    def _ask_rest(self, unit: Unit) -> None:
+        for shard in unit.first_asked:
+            self._ask_once(unit, shard)
+
+    def verify_ready(self, unit: Unit, segment: int) -> None:
+        """Verify the rows of a segment whose shards are all in hand and that are not good yet."""
+        shards = list(self.target.shape.segment_shards[segment])
+        ready = unit.open & (unit.state[shards] == Shard.HAVE).all(axis=0)
+        ready &= ~self.good[segment, unit.start : unit.stop]
+        for low, high in stretches(ready):
+            self.verify(unit, segment, low, high)
+
+    def verify(self, unit: Unit, segment: int, low: int, high: int) -> None:
+        """Hash one segment of rows [low, high) in place; rows that disagree become suspects."""
+        start, stop = unit.start + low, unit.start + high
+        found = self.target.segment_hashes(segment, start, stop)
+        expected = self.expected[segment][start:stop]
+        if found == expected:
+            self.good[segment, start:stop] = True
+        else:
+            for row, (one, other) in enumerate(zip(found, expected, strict=True), low):
+                if one == other:
+                    self.good[segment, unit.start + row] = True
+                elif (unit, row) not in self.suspects:
+                    self.suspects.append((unit, row))
+        self._close_rows(unit)
+
+    def _close_rows(self, unit: Unit) -> None:
+        done = self.good[:, unit.start : unit.stop].all(axis=0) | self.dead[unit.start : unit.stop]
+        unit.open &= ~done
+        if not unit.open.any():
+            self._give_parity(unit)
+
+    def kill(self, unit: Unit, rows: NDArray[np.bool_]) -> None:
+        """Give blocks up: a miss for this call."""
+        self.dead[unit.start : unit.stop] |= rows & unit.open
+        self._close_rows(unit)
+
+    # -- rebuilding -----------------------------------------------------------------------------------------------
+
+    def advance(self, unit: Unit) -> float | None:
+        """Do what the unit's decision says until it asks for nothing more; returns when to look again, or None."""
+        while unit.open.any():
+            now = self.context.clock.monotonic()
+            unit.note_arrival(now)
+            decision = unit.decide(now, self.context.lags)
+            if decision.dead.any():
+                self.kill(unit, decision.dead)
+            if decision.rebuild.any():
+                self._rebuild(unit, decision.rebuild, now)
+                continue
+            if not decision.ask or not self._ask_more(unit, decision.ask, decision.speculative):
+                return decision.wake_at
+        return None
+
+    def _ask_more(self, unit: Unit, shards: Sequence[int], speculative: bool) -> bool:
+        for shard in shards:
+            rows = unit.open & (unit.state[shard] == Shard.UNASKED)
+            count = int(np.count_nonzero(rows))
+            if speculative:
+                if not self.context.budget.spend(count):
+                    return False
+                self.tally.hedged += count
+            self.ask(unit, shard, rows)
+        return True
+
+    def _rebuild(self, unit: Unit, rows: NDArray[np.bool_], now: float) -> None:
+        """Rebuild the missing data shards of these rows from ten that are in hand, then verify what they touch."""
+        self._revoke(unit, rows, now)
+        have = unit.state == Shard.HAVE
+        pattern = (have * (1 << np.arange(STRIPE_SHARDS))[:, None]).sum(axis=0)
+        for low, high in stretches(rows):
+            cuts = [low, *(int(cut) + low + 1 for cut in np.flatnonzero(np.diff(pattern[low:high]))), high]
+            for first, last in pairwise(cuts):
+                self._rebuild_rows(unit, first, last, [int(s) for s in np.flatnonzero(have[:, first])])
+        for segment in range(len(self.good)):
+            self.verify_ready(unit, segment)
+
+    def _revoke(self, unit: Unit, rows: NDArray[np.bool_], now: float) -> None:
+        """Nothing in flight may land on these rows any more; rows of the same requests that still wait ask again."""
+        for request in [*self._flying, *(r for queued in self._queue.values() for r in queued)]:
+            if request.unit is not unit or request.landing.revoked:
+                continue
+            inside = np.zeros(len(rows), np.bool_)
+            inside[request.low : request.high] = True
+            if not (inside & rows).any():
+                continue
+            request.landing.revoked = True
+            if unit.late_from is not None:
+                self.context.lags.observe(unit.node_of(request.shard), now - unit.late_from, now)
+            unit.state[request.shard, inside] = Shard.LOST
+            again = inside & ~rows & unit.open
+            if again.any():
+                self.ask(unit, request.shard, again)
+
+    def _rebuild_rows(self, unit: Unit, low: int, high: int, have: Sequence[int]) -> None:
+        start, stop = unit.start + low, unit.start + high
+        sources = have[:DATA_SHARDS] if unit.rebuilds % 2 == 0 else have[-DATA_SHARDS:]
+        wanted = [shard for shard in range(DATA_SHARDS) if shard not in have]
+        present = {shard: self._rows_of(unit, shard, low, high) for shard in sources}
+        targets = {shard: self.target.wanted_rows(shard, start, stop) for shard in wanted}
+        self.context.codec.rebuild(present, targets)
+        for shard, rows in targets.items():
+            self.target.store_rows(shard, start, stop, rows)
+            unit.state[shard, low:high] = Shard.HAVE
+            unit.computed[shard, low:high] = True
+        self.tally.rebuilt[start:stop] = True
+
+    def _rows_of(self, unit: Unit, shard: int, low: int, high: int) -> NDArray[np.uint8]:
+        if shard < DATA_SHARDS:
+            return self.target.shard_rows(shard, unit.start + low, unit.start + high)
+        buffer = np.frombuffer(self._parity[unit.start, shard], np.uint8)
+        return buffer.reshape(unit.stop - unit.start, self.target.shape.shard_bytes)[low:high]
+
+    def payload_rows(self, unit: Unit, shard: int, row: int) -> NDArray[np.uint8]:
+        """The bytes of one shard of one block as they are in hand, (1, shard_bytes)."""
+        return self._rows_of(unit, shard, row, row + 1)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _give_parity(self, unit: Unit) -> None:
+        for request in self._flying:
+            if request.unit is unit:
+                request.landing.revoked = True
+        for shard in range(DATA_SHARDS, STRIPE_SHARDS):
+            buffer = self._parity.pop((unit.start, shard), None)
+            if buffer is not None:
+                self.context.scratch.give(buffer)
+
+    def abandon(self) -> None:
+        """Revoke everything that could still land and stop waiting for it."""
+        for request in [*self._flying, *(r for queued in self._queue.values() for r in queued)]:
+            request.landing.revoked = True
+        self._queue.clear()
+        for task in self._tasks:
+            task.cancel()
+        for buffer in self._parity.values():
+            self.context.scratch.give(buffer)
+        self._parity.clear()
