@@ -71,7 +71,7 @@ def plan_hit(length: int, blocks_present: int, snapshot_positions: Iterable[int]
     if matched == 0:
         return HitPlan(matched=0, hit=0, replay=None, suffix=length)
     lowest = matched - BLOCK_TOKENS
-    usable = [s for s in snapshot_positions if 0 < s and lowest <= s <= matched and s % BLOCK_TOKENS == 0]
+    usable = [s for s in snapshot_positions if s > 0 and lowest <= s <= matched and s % BLOCK_TOKENS == 0]
     if usable:
         hit = max(usable)
         return HitPlan(matched=matched, hit=hit, replay=None, suffix=length - hit)

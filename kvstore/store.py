@@ -1,27 +1,41 @@
 """The store as an engine sees it: match, get_into and put on chains of keys.
 
-`KVStore` lives on one event loop, `BlockingKVStore` (from `KVStore.blocking`) has the same verbs without await and a loop
-thread of its own. Both check a call before anything is read or written: the buffer (size = keys × block bytes exactly,
-contiguous, host memory, writable for get_into), the deadline, and that the store is open and in the process that opened
-it. Every refusal is one line. A block that is not there is never an error: reports count it.
+`KVStore` lives on one event loop, `BlockingKVStore` (from `KVStore.blocking`) has the same verbs without await and a
+loop thread of its own. Both check a call before anything is read or written: the buffer (size = keys × block bytes
+exactly, contiguous, host memory, writable for get_into), the deadline, and that the store is open and in the process
+that opened it. Every refusal is one line. A block that is not there is never an error: reports count it.
 
-URLs: a path, or file:///absolute/path. A path that ends in .toml and etcd:// name clusters, which this version does not have.
+URLs: a path, or file:///absolute/path. A path that ends in .toml and etcd:// name clusters, which this version does
+not have.
 
-A store must not be carried across a fork: the child has neither its threads nor its locks, and every call there is refused.
-At interpreter exit a blocking store that is still open is closed, with a bounded wait.
+A store must not be carried across a fork: the child has neither its threads nor its locks, and every call there is
+refused. At interpreter exit a blocking store that is still open is closed, with a bounded wait.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import weakref
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 from efs.errors import InvalidArgument, StoreClosed
 from efs.fs import FileSystem, OnSegment
-from efs.types import GetReport, NodeInfo, PutReport
+from efs.limits import MAX_DEADLINE_MS
+from efs.types import GetReport, NodeInfo, PutItem, PutReport
+from kvstore.buffers import flat_bytes
 from kvstore.config import Config
 from kvstore.keys import Chain, Namespace
 from kvstore.layout import BlockLayout
+from kvstore.loopthread import LoopThread
+from kvstore.tenants import find_tenant
+
+CLOSE_WAIT_S: Final = 10.0
+"""Most that closing a blocking store waits for the filesystem, whose own waits are shorter."""
+EXIT_WAIT_S: Final = 0.4
+"""The same at interpreter exit, for each of two steps: a process must end within a second while a disk hangs."""
 
 
 class UnsupportedUrl(InvalidArgument):
@@ -32,104 +46,229 @@ class ForkedStore(StoreClosed):
     """The store was opened by another process, before a fork; open it again in this one."""
 
 
+def store_root(url: str | os.PathLike[str]) -> str:
+    """The directory that a store URL names. UnsupportedUrl, or InvalidArgument for an empty or malformed one."""
+    text = os.fspath(url)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidArgument(f"the store URL is {text!r}, must be a path or file:// URL")
+    scheme, colon, rest = text.partition(":")
+    if not colon or "/" in scheme or not (rest.startswith("//") or scheme == "file"):
+        root = text
+    elif scheme == "etcd":
+        raise UnsupportedUrl(f"{text}: clusters in etcd are not available in this version; give the path of a store")
+    elif scheme != "file":
+        raise UnsupportedUrl(f"{text}: unknown scheme {scheme!r}; give the path of a store or a file:// URL")
+    else:
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
+            raise InvalidArgument(f"{text}: a file URL must be file:// and an absolute path, such as file:///var/lib/kvstore")
+        root = unquote(parts.path)
+    if root.endswith(".toml") and not os.path.isdir(root):
+        raise UnsupportedUrl(f"{text}: cluster files are not available in this version; give the path of a store")
+    return root
+
+
 class KVStore:
     """A KV cache store on the running event loop; made by `open`, usable as an async context manager."""
 
-    @classmethod
-    async def open(cls, url: str, *, config: Config | None = None) -> KVStore:
-        """Open and own a store. config: defaults when None. UnsupportedUrl, StoreNotFound, Locked, IdentityMismatch, …"""
-        raise NotImplementedError
+    def __init__(self, filesystem: FileSystem, root: str, *, config: Config | None = None) -> None:
+        """For `open`, and for tests with a filesystem of their own; must run on the loop that will use the store."""
+        self._filesystem = filesystem
+        self._root = root
+        self._config = config or Config()
+        self._pid = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
-    def blocking(cls, url: str, *, config: Config | None = None) -> BlockingKVStore:
+    async def open(cls, url: str | os.PathLike[str], *, config: Config | None = None) -> KVStore:
+        """Open and own a store. config: defaults when None. UnsupportedUrl, StoreNotFound, Locked, IdentityMismatch,
+        …"""
+        root = store_root(url)
+        config = config or Config()
+        return cls(await FileSystem.open(root, mapped=config.mapped), root, config=config)
+
+    @classmethod
+    def blocking(cls, url: str | os.PathLike[str], *, config: Config | None = None) -> BlockingKVStore:
         """The same store for code without an event loop."""
-        raise NotImplementedError
+        return BlockingKVStore(url, config=config)
 
     @property
-    def url(self) -> str:
-        raise NotImplementedError
+    def root(self) -> str:
+        """The store's directory."""
+        return self._root
 
     @property
     def config(self) -> Config:
-        raise NotImplementedError
+        """The settings in effect."""
+        return self._config
 
     @property
     def filesystem(self) -> FileSystem:
         """The filesystem below, for maintenance commands."""
-        raise NotImplementedError
+        return self._filesystem
 
-    def namespace(self, *, model: str, weights: str, layout: BlockLayout, parallel: tuple[int, ...] = (0, 1), group: int = 0,
-                  tenant: str | None = None) -> Namespace:
+    def namespace(self, *, model: str, weights: str, layout: BlockLayout, parallel: tuple[int, ...] = (0, 1),
+                  group: int = 0, tenant: str | None = None) -> Namespace:
         """A namespace with the tenant's secret and generation from the store's tenants file as it is now."""
-        raise NotImplementedError
+        if tenant is None:
+            return Namespace(model, weights, layout, parallel, group)
+        known = find_tenant(self._root, tenant)
+        return Namespace(model, weights, layout, parallel, group, known.name, known.generation, known.secret)
 
     async def match(self, chain: Chain, *, strict: bool = False, deadline_ms: float | None = None) -> int:
-        """Leading blocks present, by metadata alone: a promise, which a fetch may correct. strict: until it is certain."""
-        raise NotImplementedError
+        """Leading blocks present, by metadata alone: a promise, which a fetch may correct. strict: until it is
+        certain."""
+        self._check(chain)
+        deadline_ms = _deadline(deadline_ms, self._config.match_deadline_ms)
+        if not chain:
+            return 0
+        return await self._filesystem.match(chain.keys, strict=strict, deadline_ms=deadline_ms)
 
     async def get_into(self, chain: Chain, out: Any, *, on_segment: OnSegment | None = None,
                        deadline_ms: float | None = None) -> GetReport:
-        """Fetch blocks into `out`, segment-major, len(chain) × block bytes. Bytes of blocks that are not ok are undefined.
+        """Fetch blocks into `out`, segment-major, len(chain) × block bytes. Bytes of blocks that are not ok are
+        undefined.
 
         on_segment(i, leading_blocks) runs on the loop's thread once for each segment, in order; an exception in it
         cancels the call and comes out of it.
         """
-        raise NotImplementedError
+        self._check(chain)
+        deadline_ms = _deadline(deadline_ms, self._config.get_deadline_ms)
+        target = flat_bytes(out, "out", writable=True, size=len(chain) * chain.layout.block_bytes)
+        if not chain:
+            return GetReport(blocks=0, ok=(), rebuilt=0, hedged=0, corrupt=0, missing=0, raced=0, bytes=0, seconds=0.0)
+        return await self._filesystem.get_into(chain.keys, chain.layout.shape, target.data, on_segment=on_segment,
+                                               deadline_ms=deadline_ms)
 
     async def put(self, chain: Chain, blocks: Any, *, deadline_ms: float | None = None) -> PutReport:
-        """Store blocks from `blocks`, block-major, len(chain) × block bytes, which must not change before the return."""
-        raise NotImplementedError
+        """Store blocks from `blocks`, block-major, len(chain) × block bytes, which must not change before the
+        return."""
+        self._check(chain)
+        deadline_ms = _deadline(deadline_ms, self._config.put_deadline_ms)
+        source = flat_bytes(blocks, "blocks", size=len(chain) * chain.layout.block_bytes)
+        if not chain:
+            return PutReport(acked=0, already=0, failed=0, at_risk=0)
+        tag = chain.namespace.tenant_tag
+        items = [PutItem(key, depth, tag) for key, depth in zip(chain.keys, chain.depths, strict=True)]
+        return await self._filesystem.put(items, chain.layout.shape, source.data, deadline_ms=deadline_ms)
 
     async def nodes(self) -> list[NodeInfo]:
         """Identity and fill of the nodes."""
-        raise NotImplementedError
+        self._check_usable()
+        return await self._filesystem.nodes()
 
     async def close(self) -> None:
-        """Close the store; a second close does nothing."""
-        raise NotImplementedError
+        """Close the store; a second close waits for the first one. In a forked child it does nothing."""
+        if os.getpid() != self._pid:
+            return
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._filesystem.close())
+        await asyncio.shield(self._closing)
 
     async def __aenter__(self) -> KVStore:
-        raise NotImplementedError
+        return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
                         trace: TracebackType | None) -> None:
-        raise NotImplementedError
+        await self.close()
+
+    def _check(self, chain: Chain) -> None:
+        if not isinstance(chain, Chain):
+            raise InvalidArgument(f"chain is of type {type(chain).__name__}, must be a Chain of a namespace")
+        self._check_usable()
+
+    def _check_usable(self) -> None:
+        _check_process(self._pid)
+        if self._closing is not None:
+            raise StoreClosed("the store is closed")
+        if asyncio.get_running_loop() is not self._loop:
+            raise InvalidArgument("the store belongs to another event loop; open one here, or use KVStore.blocking")
 
 
 class BlockingKVStore:
     """A KVStore behind plain calls, safe to use from several threads; made by `KVStore.blocking`."""
 
+    def __init__(self, url: str | os.PathLike[str], *, config: Config | None = None) -> None:
+        store_root(url)
+        self._thread = LoopThread("kvstore")
+        try:
+            self._store = self._thread.call(KVStore.open(url, config=config))
+        except BaseException:
+            self._thread.stop(CLOSE_WAIT_S)
+            raise
+        # Runs when the object is gone and at interpreter exit, whichever is first; so it must not refer to self.
+        self._finalizer = weakref.finalize(self, _close, self._store, self._thread, EXIT_WAIT_S)
+
     @property
-    def url(self) -> str:
-        raise NotImplementedError
+    def root(self) -> str:
+        """The store's directory."""
+        return self._store.root
 
     @property
     def config(self) -> Config:
-        raise NotImplementedError
+        """The settings in effect."""
+        return self._store.config
 
-    def namespace(self, *, model: str, weights: str, layout: BlockLayout, parallel: tuple[int, ...] = (0, 1), group: int = 0,
-                  tenant: str | None = None) -> Namespace:
-        raise NotImplementedError
+    def namespace(self, *, model: str, weights: str, layout: BlockLayout, parallel: tuple[int, ...] = (0, 1),
+                  group: int = 0, tenant: str | None = None) -> Namespace:
+        """`KVStore.namespace`."""
+        return self._store.namespace(model=model, weights=weights, layout=layout, parallel=parallel, group=group,
+                                     tenant=tenant)
 
     def match(self, chain: Chain, *, strict: bool = False, deadline_ms: float | None = None) -> int:
-        raise NotImplementedError
+        """`KVStore.match`."""
+        _check_process(self._thread.pid)
+        return self._thread.call(self._store.match(chain, strict=strict, deadline_ms=deadline_ms))
 
     def get_into(self, chain: Chain, out: Any, *, on_segment: OnSegment | None = None,
                  deadline_ms: float | None = None) -> GetReport:
-        raise NotImplementedError
+        """`KVStore.get_into`; on_segment runs on the store's thread, not on the caller's."""
+        _check_process(self._thread.pid)
+        return self._thread.call(self._store.get_into(chain, out, on_segment=on_segment, deadline_ms=deadline_ms))
 
     def put(self, chain: Chain, blocks: Any, *, deadline_ms: float | None = None) -> PutReport:
-        raise NotImplementedError
+        """`KVStore.put`."""
+        _check_process(self._thread.pid)
+        return self._thread.call(self._store.put(chain, blocks, deadline_ms=deadline_ms))
 
     def nodes(self) -> list[NodeInfo]:
-        raise NotImplementedError
+        """`KVStore.nodes`."""
+        _check_process(self._thread.pid)
+        return self._thread.call(self._store.nodes())
 
     def close(self) -> None:
-        """Close the store and end its thread; a second close does nothing."""
-        raise NotImplementedError
+        """Close the store and end its thread; a second close, and one in a forked child, does nothing."""
+        if self._finalizer.detach() is not None:
+            _close(self._store, self._thread, CLOSE_WAIT_S)
 
     def __enter__(self) -> BlockingKVStore:
-        raise NotImplementedError
+        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        raise NotImplementedError
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _close(store: KVStore, thread: LoopThread, wait_s: float) -> None:
+    """Close a blocking store within about twice `wait_s`; what still hangs then is left to its daemon threads."""
+    if os.getpid() != thread.pid:
+        return
+    try:
+        thread.call(store.close(), wait_s)
+    except TimeoutError:
+        pass
+    finally:
+        thread.stop(wait_s)
+
+
+def _check_process(pid: int) -> None:
+    if os.getpid() != pid:
+        raise ForkedStore(f"this store was opened by process {pid}, before a fork; open it again in {os.getpid()}")
+
+
+def _deadline(given_ms: float | None, default_ms: float) -> float:
+    deadline_ms = default_ms if given_ms is None else given_ms
+    if not isinstance(deadline_ms, (int, float)) or not 0 < deadline_ms <= MAX_DEADLINE_MS:
+        raise InvalidArgument(f"deadline_ms is {deadline_ms!r}, must be above 0 and at most {MAX_DEADLINE_MS}")
+    return deadline_ms
