@@ -1,8 +1,8 @@
 """The caller's buffer of a fetch, seen as shards and as segments.
 
 The buffer holds n blocks segment-major (see `efs.shape`). `landing` tells a node where the pieces of its shards belong,
-`segment_hashes` reads back what landed; `shard_rows`, `wanted_rows` and `store_rows` give Reed-Solomon the shards as 2-D
-arrays, in place where a shard is one whole piece, through a copy where segment borders or padding cut it.
+`segment_hashes` reads back what landed; `shard_rows`, `wanted_rows` and `store_rows` give Reed-Solomon the shards as
+2-D arrays, in place where a shard is one whole piece, through a copy where segment borders or padding cut it.
 """
 
 from __future__ import annotations
