@@ -1,13 +1,13 @@
 """Which nodes to ask and which to leave alone, as this process has seen them.
 
-    offline    its directory is absent, or it could not be opened
-    read-only  its disk refused to make data durable; it answers reads until it is checked and opened again
-    suspect    it hangs or it failed; left alone for a back-off that doubles with each failure in a row, then tried again
-    serving    none of these
+- *offline*: its directory is absent, or it could not be opened.
+- *read-only*: its disk refused to make data durable; it answers reads until it is checked and opened again.
+- *suspect*: it hangs or it failed; left alone for a back-off that doubles with each failure in a row, then tried again.
+- *serving*: none of these.
 
-A node that hangs says so itself (`suspect`), because only it sees how old its oldest operation is; failures are noted by
-those who met them. A failure that a caller's own deadline caused is not noted: a short deadline must not be able to
-take nodes out of service for everybody else.
+A node that hangs says so itself (`suspect`), because only it sees how old its oldest operation is; failures are noted
+by those who met them. A failure that a caller's own deadline caused is not noted: a short deadline must not be able
+to take nodes out of service for everybody else.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A node writes from a buffer that belongs to the write alone, so nothing that happens later can change what reaches the
 disk, and the caller's own buffer is free when its put returns. Three accounts bound the memory:
 
-- `ByteBudget` admits. Whoever asked first is served first, however little the next one asks for, so a large put is never
-  starved by small ones. A waiter that is cancelled or late leaves nothing taken.
+- `ByteBudget` admits. Whoever asked first is served first, however little the next one asks for, so a large put is
+  never starved by small ones. A waiter that is cancelled or late leaves nothing taken.
 - `Staging` leases buffers within one budget. A buffer comes back by `give_back` when its write is known to be over and
   is then used again: memory that was touched before is several times faster.
 - A buffer whose write may still run (cancelled, timed out, failed) is never used again. `abandon` books it on the node
