@@ -4,8 +4,8 @@ Tests replace it to fail, hang, shorten, count or record any operation. Three ru
 
 - One method call is one numbered operation. `preadv`, `pwritev` and `pwrite` may be short, exactly as the system call;
   `read_exactly` and `write_fully` below loop.
-- `index_commit` is in the list because LMDB does its own system calls: passing the commit through the door gives
-  crash tests its place in the order write → sync → commit.
+- `index_commit` and `index_sync` are in the list because LMDB does its own system calls: passing them through the door
+  gives crash tests their place in the order write → sync → commit.
 - `preadv(nowait=True)` answers from the page cache only: it raises BlockingIOError where it would have to wait and
   may return less than asked. It never blocks, so it may run on the event loop's thread; everything else here may
   block and belongs on a node's own threads, except at start and close.
@@ -64,6 +64,8 @@ class Io(Protocol):
 
     def index_commit(self, commit: Callable[[], None]) -> None: ...
 
+    def index_sync(self, sync: Callable[[], None]) -> None: ...
+
 
 class SystemIo:
     """`Io` by the system calls of the same names."""
@@ -120,6 +122,9 @@ class SystemIo:
 
     def index_commit(self, commit: Callable[[], None]) -> None:
         commit()
+
+    def index_sync(self, sync: Callable[[], None]) -> None:
+        sync()
 
 
 def write_fully(io: Io, fd: int, data: memoryview, offset: int) -> None:
