@@ -11,11 +11,14 @@ table entry still stands.
 
 A transition from any other state is refused with InvalidArgument before anything changes.
 
-*Placement.* `allocate` keeps a request together. A request of a chunk or more starts on a chunk border; a smaller one
-goes into the smallest gap that holds it. Where no gap holds it all, the longest gaps of a chunk or more go first,
-then free extents, and the remaining gaps last, longest first. Ties go to the lowest location.
+*Placement.* `allocate` keeps a request together. Where a gap holds all that is left of it, it goes there: into the
+extent whose longest gap is the shortest that suffices, there into the smallest such gap; a chunk or more starts on a
+chunk border if that is possible. Else the longest gaps of a chunk or more are filled, then free extents are opened, and
+the remaining gaps come last, longest first. Ties go to the lowest location.
 
 Cost: a few vector operations over the extents of the node for each request, and one scan of each extent that changed.
+Memory: one byte for each slot of an extent in use (rows are as long as the extent with most slots needs, but memory
+that was never written is not backed).
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from efs.extent import Geometry, SlotClass
+from efs.errors import CorruptRecord, InvalidArgument
+from efs.extent import SLOT_BITS, SLOT_MASK, Geometry, SlotClass, location_of, require_extent_bytes
+from efs.limits import MAX_EXTENTS
 
 FREE: Final = 0
 RESERVED: Final = 1
 LIVE: Final = 2
-NO_STAMP_DEPTH: Final = 0xFFFF_FFFF
+_NO_CLASS: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +52,9 @@ class SlotRange:
 class Allocation:
     """Reserved slots of one request, in the order in which its records should fill them.
 
-    fresh: extents that were free and now belong to the class in memory; on disk the caller must assign them
-      (`Slab.assign`) before the first write. short: slots that could not be had; evict and ask for them again.
+    fresh: extents that were free and now belong to the class in memory. On disk the caller must assign them
+      (`Slab.assign`) before the first write, and before the write of any later request for them.
+    short: slots that could not be had; evict and ask for them again.
     """
 
     ranges: tuple[SlotRange, ...]
@@ -68,86 +74,303 @@ class ClassUse:
     live_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Gaps:
+    """Maximal stretches of free slots of one extent, ascending."""
+
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
 class Allocator:
     """Slot states of all extents of a node."""
 
-    extent_bytes: int
-    extents: int
-
     def __init__(self, extent_bytes: int, extents: int) -> None:
-        raise NotImplementedError
+        require_extent_bytes(extent_bytes)
+        if not 0 < extents <= MAX_EXTENTS:
+            raise InvalidArgument(f"extents is {extents}, must be 1 to {MAX_EXTENTS}")
+        self.extent_bytes = extent_bytes
+        self.extents = extents
+        self._geometries: list[Geometry] = []
+        self._class_numbers: dict[SlotClass, int] = {}
+        self._class_of = np.full(extents, _NO_CLASS, np.int32)
+        self._slots = np.zeros(extents, np.int64)
+        self._live = np.zeros(extents, np.int64)
+        self._reserved = np.zeros(extents, np.int64)
+        self._states = np.zeros((extents, 0), np.uint8)
+        self._versions = np.zeros(extents, np.int64)
+        self._gaps: dict[int, _Gaps] = {}
+        self._stale = np.zeros(extents, np.bool_)
+        self._longest = np.zeros(extents, np.int64)
+        self._longest_aligned = np.zeros(extents, np.int64)
 
-    # -- extents
+    # -- Extents
+
     def geometry(self, extent: int) -> Geometry | None:
         """None for a free extent."""
-        raise NotImplementedError
+        number = int(self._class_of[self._checked(extent)])
+        return None if number == _NO_CLASS else self._geometries[number]
 
     def geometry_for(self, slot_class: SlotClass) -> Geometry:
         """Geometry of a class on this node; InvalidArgument when its slots do not fit an extent."""
-        raise NotImplementedError
+        return self._geometries[self._number(slot_class)]
+
+    def extents_of(self, slot_class: SlotClass) -> NDArray[np.int64]:
+        """Extents of a class, ascending."""
+        return np.flatnonzero(self._class_of == self._class_numbers.get(slot_class, _NO_CLASS - 1))
+
+    def classes(self) -> tuple[SlotClass, ...]:
+        """Classes that have an extent, in order."""
+        numbers = np.unique(self._class_of[self._class_of != _NO_CLASS]).tolist()
+        return tuple(sorted(self._geometries[number].slot_class for number in numbers))
 
     def assign(self, extent: int, slot_class: SlotClass) -> Geometry:
         """Give a free extent to a class, all slots free. InvalidArgument when it is not free."""
-        raise NotImplementedError
+        if self.geometry(extent) is not None:
+            raise InvalidArgument(f"extent {extent} is in use")
+        number = self._number(slot_class)
+        geometry = self._geometries[number]
+        self._widen(geometry.slots)
+        self._class_of[extent] = number
+        self._slots[extent] = geometry.slots
+        self._changed(np.array([extent]))
+        return geometry
 
     def unassign(self, extent: int) -> None:
         """Make an extent free, whatever is live in it. InvalidArgument while a slot of it is reserved."""
-        raise NotImplementedError
+        if self.busy(extent):
+            raise InvalidArgument(f"extent {extent} has slots in flight")
+        self._states[extent, : self._slots[extent]] = FREE
+        self._class_of[extent] = _NO_CLASS
+        self._slots[extent] = self._live[extent] = 0
+        self._changed(np.array([extent]))
 
-    # -- slots
-    def allocate(self, slot_class: SlotClass, count: int, *, shortest: int = 1,
-                 exclude: Collection[int] = ()) -> Allocation:
-        """Reserve up to `count` slots. Gaps shorter than `shortest` serve only requests that fit into one; extents in
-        `exclude` are left alone."""
-        raise NotImplementedError
+    # -- Slots
+
+    def allocate(
+        self, slot_class: SlotClass, count: int, *, shortest: int = 1, exclude: Collection[int] = ()
+    ) -> Allocation:
+        """Reserve up to `count` slots. Gaps shorter than `shortest` serve only what fits into one as a whole; extents
+        in `exclude` are left alone."""
+        number = self._number(slot_class)
+        chunk, shortest = self._geometries[number].chunk_slots, min(shortest, self._geometries[number].slots)
+        allowed = np.ones(self.extents, np.bool_)
+        allowed[list(exclude)] = False
+        ranges: list[SlotRange] = []
+        fresh: list[int] = []
+        left = count
+        while left > 0:
+            mine = allowed & (self._class_of == number)
+            self._refresh(mine)
+            found = self._holding(mine, left, chunk) or self._longest_of(mine, left, max(chunk, shortest))
+            if not found:
+                opened = np.flatnonzero(allowed & (self._class_of == _NO_CLASS))[:1].tolist()
+                if opened:
+                    self.assign(opened[0], slot_class)
+                    fresh += opened
+                    continue
+                found = self._longest_of(mine, left, shortest)
+            if not found:
+                break
+            for taken in found:
+                self._reserve(taken)
+                left -= taken.count
+            ranges += found
+        return Allocation(tuple(ranges), tuple(fresh), max(left, 0))
 
     def mark_live(self, locations: NDArray[np.int64]) -> None:
-        raise NotImplementedError
+        """RESERVED or FREE → LIVE. InvalidArgument for a slot that is live, named twice, or does not exist."""
+        self._move(locations, LIVE)
 
     def release(self, locations: NDArray[np.int64]) -> None:
-        raise NotImplementedError
+        """RESERVED or LIVE → FREE. InvalidArgument for a slot that is free, named twice, or does not exist."""
+        self._move(locations, FREE)
 
-    def release_range(self, found: SlotRange) -> None:
-        raise NotImplementedError
+    def release_range(self, slots: SlotRange) -> None:
+        """`release` of neighbouring slots."""
+        self.release(np.arange(slots.location, slots.location + slots.count, dtype=np.int64))
 
     def states(self, locations: NDArray[np.int64]) -> NDArray[np.uint8]:
         """(n,) FREE, RESERVED or LIVE; FREE also for a location that does not exist."""
-        raise NotImplementedError
+        extents, slots, exist = self._split(locations)
+        found = np.zeros(len(locations), np.uint8)
+        found[exist] = self._states[extents[exist], slots[exist]]
+        return found
+
+    def row(self, extent: int) -> NDArray[np.uint8]:
+        """(slots,) states of an extent, a read-only view; empty for a free extent."""
+        view = self._states[extent, : self._slots[self._checked(extent)]]
+        view.flags.writeable = False
+        return view
+
+    def version(self, extent: int) -> int:
+        """A number that changes whenever a state of the extent does."""
+        return int(self._versions[self._checked(extent)])
 
     def live_slots_of(self, extent: int) -> NDArray[np.int64]:
         """Live slot numbers of an extent, ascending."""
-        raise NotImplementedError
+        return np.flatnonzero(self.row(extent) == LIVE)
 
     def live_locations(self, extent: int, chunk: int) -> NDArray[np.int64]:
         """Live locations of one chunk, ascending."""
-        raise NotImplementedError
+        geometry = self.geometry(extent)
+        if geometry is None or not 0 <= chunk < geometry.chunks:
+            raise InvalidArgument(f"extent {extent} has no chunk {chunk}")
+        first = chunk * geometry.chunk_slots
+        live = self._states[extent, first : first + geometry.chunk_slots] == LIVE
+        return np.flatnonzero(live) + location_of(extent, first)
 
     def busy(self, extent: int) -> bool:
         """Whether a slot of the extent is reserved."""
-        raise NotImplementedError
+        return bool(self._reserved[self._checked(extent)])
 
-    # -- accounting
+    # -- Accounting
+
     @property
     def live_slots(self) -> int:
-        raise NotImplementedError
+        return int(self._live.sum())
 
     @property
     def live_bytes(self) -> int:
         """Bytes of live slots, the figure that watermarks count."""
-        raise NotImplementedError
+        return sum(use.live_bytes for use in self.use())
 
     @property
     def extents_used(self) -> int:
-        raise NotImplementedError
+        return int(np.count_nonzero(self._class_of != _NO_CLASS))
 
     def free_slots(self, slot_class: SlotClass) -> int:
         """Free slots in the extents of a class; free extents are not counted."""
-        raise NotImplementedError
+        mine = self.extents_of(slot_class)
+        return int((self._slots - self._live - self._reserved)[mine].sum())
 
     def use(self) -> tuple[ClassUse, ...]:
-        """Space by class, in order of class."""
-        raise NotImplementedError
+        """Space by class that has an extent, in order of class."""
+        found = []
+        for slot_class in self.classes():
+            mine = self.extents_of(slot_class)
+            live, reserved = int(self._live[mine].sum()), int(self._reserved[mine].sum())
+            free = int(self._slots[mine].sum()) - live - reserved
+            found.append(ClassUse(slot_class, len(mine), live, reserved, free, live * slot_class.slot_bytes))
+        return tuple(found)
 
     def audit(self) -> None:
         """Recount everything from the states; CorruptRecord where a counter disagrees."""
-        raise NotImplementedError
+        for extent in range(self.extents):
+            row = self._states[extent]
+            geometry = self.geometry(extent)
+            counts = np.bincount(row, minlength=LIVE + 1)
+            slots = 0 if geometry is None else geometry.slots
+            if row[slots:].any() or len(counts) != LIVE + 1 or self._slots[extent] != slots:
+                raise CorruptRecord(f"extent {extent}: a slot is in use that does not exist")
+            if counts[RESERVED] != self._reserved[extent] or counts[LIVE] != self._live[extent]:
+                raise CorruptRecord(f"extent {extent}: slot counters disagree with slot states")
+
+    # -- Inside
+
+    def _checked(self, extent: int) -> int:
+        if not 0 <= extent < self.extents:
+            raise InvalidArgument(f"extent is {extent}, the node has {self.extents}")
+        return extent
+
+    def _number(self, slot_class: SlotClass) -> int:
+        number = self._class_numbers.get(slot_class)
+        if number is None:
+            self._geometries.append(Geometry(self.extent_bytes, slot_class))
+            number = self._class_numbers[slot_class] = len(self._geometries) - 1
+        return number
+
+    def _widen(self, slots: int) -> None:
+        if slots > self._states.shape[1]:
+            wider = np.zeros((self.extents, slots), np.uint8)
+            used = np.flatnonzero(self._class_of != _NO_CLASS)
+            wider[used, : self._states.shape[1]] = self._states[used]
+            self._states = wider
+
+    def _split(self, locations: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Extent and slot of each location, and whether it exists; extents of those that do not may be out of range."""
+        extents, slots = locations >> SLOT_BITS, locations & SLOT_MASK
+        exist = (extents >= 0) & (extents < self.extents)
+        exist &= slots < self._slots[np.where(exist, extents, 0)]
+        return extents, slots, exist
+
+    def _move(self, locations: NDArray[np.int64], target: int) -> None:
+        """Change states of locations that must all be in another state than `target`."""
+        if not len(locations):
+            return
+        extents, slots, exist = self._split(locations)
+        if not exist.all():
+            raise InvalidArgument(f"location {int(locations[~exist][0]):#x} does not exist")
+        if not (np.diff(locations) > 0).all() and len(np.unique(locations)) != len(locations):
+            raise InvalidArgument("a location is named twice")
+        before = self._states[extents, slots]
+        if (before == target).any():
+            wrong = int(locations[before == target][0])
+            raise InvalidArgument(f"slot {wrong:#x} is {'live' if target == LIVE else 'free'} already")
+        self._states[extents, slots] = target
+        left = np.bincount(extents[before == RESERVED], minlength=self.extents)
+        self._reserved -= left
+        if target == LIVE:
+            self._live += np.bincount(extents, minlength=self.extents)
+        else:
+            self._live -= np.bincount(extents[before == LIVE], minlength=self.extents)
+        self._changed(extents)
+
+    def _reserve(self, slots: SlotRange) -> None:
+        extent, first = slots.location >> SLOT_BITS, slots.location & SLOT_MASK
+        self._states[extent, first : first + slots.count] = RESERVED
+        self._reserved[extent] += slots.count
+        self._changed(np.array([extent]))
+
+    def _changed(self, extents: NDArray[np.int64]) -> None:
+        self._stale[extents] = True
+        self._versions[extents] += 1
+
+    # -- Gaps
+
+    def _refresh(self, among: NDArray[np.bool_]) -> None:
+        """Scan the changed extents for gaps."""
+        for extent in np.flatnonzero(among & self._stale).tolist():
+            chunk = self._geometries[int(self._class_of[extent])].chunk_slots
+            edges = np.zeros(int(self._slots[extent]) + 2, np.int8)
+            edges[1:-1] = self._states[extent, : self._slots[extent]] == FREE
+            borders = np.flatnonzero(np.diff(edges))
+            starts, lengths = borders[::2], borders[1::2] - borders[::2]
+            self._gaps[extent] = _Gaps(starts, lengths)
+            self._longest[extent] = lengths.max(initial=0)
+            self._longest_aligned[extent] = (lengths - _to_border(starts, chunk)).max(initial=0)
+            self._stale[extent] = False
+
+    def _holding(self, mine: NDArray[np.bool_], count: int, chunk: int) -> list[SlotRange]:
+        """One range of `count` slots in the tightest gap, on a chunk border if it is a chunk or more and can be."""
+        for longest, aligned in ((self._longest_aligned, True), (self._longest, False)):
+            if aligned and count < chunk:
+                continue
+            fitting = np.flatnonzero(mine & (longest >= count))
+            if len(fitting):
+                extent = int(fitting[np.argmin(longest[fitting])])
+                gaps = self._gaps[extent]
+                skipped = _to_border(gaps.starts, chunk) if aligned else np.zeros_like(gaps.starts)
+                rooms = gaps.lengths - skipped
+                held = np.flatnonzero(rooms >= count)
+                best = held[np.argmin(rooms[held])]
+                return [SlotRange(location_of(extent, int(gaps.starts[best] + skipped[best])), count)]
+        return []
+
+    def _longest_of(self, mine: NDArray[np.bool_], count: int, least: int) -> list[SlotRange]:
+        """Whole gaps of at least `least` slots of the extent that has the longest, longest first, not above `count`."""
+        usable = np.flatnonzero(mine & (self._longest >= least))
+        if not len(usable):
+            return []
+        extent = int(usable[np.argmax(self._longest[usable])])
+        gaps = self._gaps[extent]
+        order = np.argsort(-gaps.lengths, kind="stable")
+        order = order[gaps.lengths[order] >= least]
+        order = order[np.cumsum(gaps.lengths[order]) <= count]
+        starts, lengths = gaps.starts[order].tolist(), gaps.lengths[order].tolist()
+        return [SlotRange(location_of(extent, start), length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def _to_border(starts: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
+    """Slots from each start to the next chunk border."""
+    return -starts % chunk

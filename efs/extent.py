@@ -25,12 +25,13 @@ The header page is 80 bytes, then zeros; integers are little-endian:
     72      8      xxh3_64 of bytes [0, 72)
 
 Later versions keep magic, version and checksum where they are, so that a whole page of another version can be told
-from a damaged one. Node id and extent index make an extent refuse any other place than its own. Slot count and data offset follow from
-X, Z and E; they are written so that a reader of another version notices that it would cut the extent differently.
+from a damaged one. Node id and extent index make an extent refuse any other place than its own. Slot count and data
+offset follow from X, Z and E; they are written so that a reader which would cut the extent differently notices.
 
 *Chunks.* Slots are used in chunks of c = 4,096 / gcd(4,096, Z) slots: the smallest group that begins and ends on a page
 border (32 · 11,392 bytes = 89 pages for V4.1). n is a multiple of c. Where a chunk would be more than an eighth of the
-extent, c is halved until it is not, or until it is 1: with slots so large the two partial pages of a range cost nothing.
+extent, c is halved until it is not, or until it is 1: the slots are then so large that the partial pages of a range
+hardly count.
 
 *Locations.* location = extent · 2^20 + slot, an int64. Neighbouring slots of an extent differ by 1; neighbouring
 locations in different extents do not exist, as no extent has 2^20 slots.
@@ -38,8 +39,8 @@ locations in different extents do not exist, as no extent has 2^20 slots.
 *Crash argument.* An extent changes its class in this order: header page zeroed, table of the new class zeroed,
 [power: sync], new header page written, [power: sync]. Before the last step the extent is free, after it the table is
 empty. Where a power loss keeps the last step but not the zeros before it, old entries may show through: they are
-refused where their place or their size does not fit, and their payload is verified like any other before use, because an
-unclean boot leaves all records unverified.
+refused where their place or their size does not fit, and their payload is verified like any other before use, because
+an unclean boot leaves all records unverified.
 """
 
 from __future__ import annotations

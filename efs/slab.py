@@ -9,8 +9,9 @@ them at once. Every position is computed from the location and the geometry that
 outside its extent is refused with InvalidArgument. Errors of the system come through as OSError; the end of the file
 where there should be data is EIO.
 
-Order of a put, which the caller keeps: `clear_entries`, `write_payload`, `write_entries`, [power: `sync`], index commit.
-A crash anywhere in it leaves the slot free (zeros or a torn entry) or whole.
+Order of a put, which the caller keeps: `clear_entries`, `write_payload`, `write_entries`, [power: `sync`], index
+commit. A process killed anywhere in it leaves the slot free (zeros or a torn entry) or whole. Power lost before the
+sync may keep the entry without its payload: such records are unverified at the next boot.
 """
 
 from __future__ import annotations
