@@ -72,7 +72,8 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class ListedRecord:
-    """One record as `list` shows it. `arrival_ms` is wall time in ms, `stamp` in minutes."""
+    """One record as `list` shows it. `arrival_ms` is wall time in ms, `stamp` in minutes; `segments` is how many the
+    block has, which whoever asks for the record's header must say."""
 
     key: bytes
     digest: bytes
@@ -84,11 +85,13 @@ class ListedRecord:
     tenant_tag: bytes
     arrival_ms: int
     stamp: int
+    segments: int
 
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """A page of a node's listing, sorted by key then digest; `after` continues it, None at the end."""
+    """A page of a node's listing, sorted by key then digest; `after` continues it, None at the end. Any bytes do as
+    `after`: a listing begins behind them in the order of key and digest put together."""
 
     records: tuple[ListedRecord, ...]
     after: bytes | None
