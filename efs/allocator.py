@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ FREE: Final = 0
 RESERVED: Final = 1
 LIVE: Final = 2
 _NO_CLASS: Final = -1
+_Element = TypeVar("_Element", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +200,17 @@ class Allocator:
 
     def row(self, extent: int) -> NDArray[np.uint8]:
         """(slots,) states of an extent, a read-only view; empty for a free extent."""
-        view = self._states[extent, : self._slots[self._checked(extent)]]
-        view.flags.writeable = False
-        return view
+        return _read_only(self._states[extent, : self._slots[self._checked(extent)]])
 
-    def version(self, extent: int) -> int:
-        """A number that changes whenever a state of the extent does."""
-        return int(self._versions[self._checked(extent)])
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """(extents,) numbers, each of which changes whenever a state of its extent does; read-only."""
+        return _read_only(self._versions)
+
+    @property
+    def busy_extents(self) -> NDArray[np.bool_]:
+        """(extents,) whether a slot of the extent is reserved."""
+        return self._reserved > 0
 
     def live_slots_of(self, extent: int) -> NDArray[np.int64]:
         """Live slot numbers of an extent, ascending."""
@@ -369,6 +374,12 @@ class Allocator:
         order = order[np.cumsum(gaps.lengths[order]) <= count]
         starts, lengths = gaps.starts[order].tolist(), gaps.lengths[order].tolist()
         return [SlotRange(location_of(extent, start), length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def _read_only(array: NDArray[_Element]) -> NDArray[_Element]:
+    view = array[:]
+    view.flags.writeable = False
+    return view
 
 
 def _to_border(starts: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:

@@ -139,9 +139,12 @@ class Stamps:
         view.flags.writeable = False
         return view
 
-    def version(self, extent: int) -> int:
-        """A number that changes whenever a stamp of the extent does."""
-        return int(self._versions[extent])
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """(extents,) numbers, each of which changes whenever a stamp of its extent does; read-only."""
+        view = self._versions[:]
+        view.flags.writeable = False
+        return view
 
     @property
     def dirty(self) -> bool:
@@ -149,8 +152,8 @@ class Stamps:
         return bool(self._dirty.any())
 
     def take_dirty(self) -> list[StampFile]:
-        """Copies of the extents that changed since the last call; they count as clean from here on. Those that no longer
-        fit the budget are left out and stay without a file."""
+        """Copies of the extents that changed since the last call; they count as clean from here on. Those that no
+        longer fit the budget are left out and stay without a file."""
         files = []
         for extent in np.flatnonzero(self._dirty).tolist():
             geometry = self._geometries[extent]
@@ -205,8 +208,8 @@ def load_stamps(
 ) -> dict[int, NDArray[np.uint32]]:
     """Stamps by extent of all files that are sound and of the class that their extent has now.
 
-    An extent without such a file is not in the result. With `remove_others` (owners only) the stamp files that are not in
-    the result are removed, so that the budget is exact. Never raises OSError: what cannot be read does not count.
+    An extent without such a file is not in the result. With `remove_others` (owners only) the stamp files that are not
+    in the result are removed, so that the budget is exact. Never raises OSError: what cannot be read does not count.
     """
     loaded: dict[int, NDArray[np.uint32]] = {}
     try:
