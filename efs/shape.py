@@ -88,6 +88,6 @@ class BlockShape:
     def segment_shards(self) -> tuple[tuple[int, ...], ...]:
         """For each segment the data shards that hold a part of it, in order."""
         return tuple(
-            tuple(shard for shard, pieces in enumerate(self.pieces) if any(piece.segment == segment for piece in pieces))
+            tuple(shard for shard, pieces in enumerate(self.pieces) if segment in {piece.segment for piece in pieces})
             for segment in range(len(self.segment_bytes))
         )
