@@ -20,6 +20,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from efs.limits import IOV_MAX
@@ -144,37 +145,40 @@ def read_exactly(io: Io, fd: int, into: memoryview, offset: int) -> None:
 
 def read_scattered(io: Io, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Fill flat byte views, one after the other, from one contiguous range, through short reads and IOV_MAX."""
-    position = 0
-    within = 0
-    while position < len(buffers):
-        batch = list(buffers[position : position + IOV_MAX])
+    pending = [view for view in buffers if len(view) > 0]
+    position, within = 0, 0
+    while position < len(pending):
+        batch = pending[position : position + IOV_MAX]
         batch[0] = batch[0][within:]
         got = io.preadv(fd, batch, offset)
         if got <= 0:
             raise OSError(errno.EIO, "a read ended before the range did")
         offset += got
-        for view in batch:
-            if got < len(view):
-                within = got + (within if view is batch[0] else 0)
-                break
-            got -= len(view)
+        within += got
+        while position < len(pending) and within >= len(pending[position]):
+            within -= len(pending[position])
             position += 1
-            within = 0
-        else:
-            within = 0
 
 
 def replace_file(io: Io, directory: str, name: str, data: bytes) -> None:
-    """Write a small file whole: temporary file, sync, rename, sync of the directory."""
+    """Write a small file whole: temporary file, sync, rename, sync of the directory.
+
+    Until the rename the old file is untouched; a failure before it removes the temporary file, as far as that works.
+    """
     path = os.path.join(directory, name)
     temporary = path + ".new"
-    fd = io.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        write_fully(io, fd, memoryview(data), 0)
-        io.fsync(fd)
-    finally:
-        io.close(fd)
-    io.rename(temporary, path)
+        fd = io.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_fully(io, fd, memoryview(data), 0)
+            io.fsync(fd)
+        finally:
+            io.close(fd)
+        io.rename(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            io.unlink(temporary)
+        raise
     sync_directory(io, directory)
 
 
