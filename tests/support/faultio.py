@@ -134,8 +134,8 @@ class FaultIo:
         return self._arm(Fault(_names(names), path, skip, times, most_bytes=most_bytes))
 
     def hang(self, names: str | tuple[str, ...], *, path: str = "", skip: int = 0, times: int | None = 1) -> Gate:
-        """Make the calling thread hang in the kernel, then do the operation. A `nowait` read of the path meanwhile raises
-        BlockingIOError, as a kernel without the page would. The gate's `entered` shows that it happened."""
+        """Make the calling thread hang in the kernel, then do the operation. A `nowait` read of the path meanwhile
+        raises BlockingIOError, as a kernel without the page would. The gate's `entered` shows that it happened."""
         gate = Gate()
         self._arm(Fault(_names(names), path, skip, times, gate=gate))
         return gate
@@ -160,7 +160,7 @@ class FaultIo:
         """AssertionError for each fault that did not happen, or not as often as asked."""
         for fault in self._faults:
             wanted = 1 if fault.times is None else fault.times
-            assert fault.count >= wanted, f"fault on {fault.names} of {fault.path!r} happened {fault.count} × of {wanted}"
+            assert fault.count >= wanted, f"{fault.names} of {fault.path!r}: {fault.count} faults, wanted {wanted}"
 
     def clear(self) -> None:
         """`verify`, then forget all faults."""

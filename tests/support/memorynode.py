@@ -1,0 +1,270 @@
+"""An in-memory twin of a node: the same contract without files, threads or waiting.
+
+Slow and plain on purpose: what a directory node answers must be what this one answers. It has knobs. `warm` false makes
+every `…_now` method decline, so that callers take the awaiting path. `down` set to a reason makes every call raise
+NodeUnavailable. `hanging` is what `suspect` says. `capacity_records` bounds it: what does not fit is refused, nothing
+is evicted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efs.batch import check_batch
+from efs.checksum import xxh3_64
+from efs.clock import Clock, Deadline, stamp_of
+from efs.contract import ABSENT, Landing, NodeTable, PutBatch, PutOutcome, Span, VersionRow
+from efs.errors import InvalidArgument, NodeFull, NodeUnavailable
+from efs.limits import MAX_VERSIONS_PER_KEY
+from efs.shard import Header, parse_header
+from efs.types import DropItem, ListedRecord, ListPage, NodeInfo
+
+EXTENT_SLOTS = 1 << 20
+
+
+@dataclass(slots=True)
+class Stored:
+    """One record. Its payload may be changed by a test that wants a corrupt one."""
+
+    header: Header
+    raw_header: bytes
+    payload: bytearray
+    slot_bytes: int
+    location: int
+    generation: int
+    arrival_ms: int
+    stamp: int
+    trusted: bool = True
+
+
+class MemoryNode:
+    """`efs.contract.Node` in memory."""
+
+    def __init__(self, node_index: int, clock: Clock, *, capacity_records: int | None = None) -> None:
+        self._node_index = node_index
+        self._clock = clock
+        self._capacity = capacity_records
+        self._next: dict[tuple[int, int], int] = {}
+        self._generation = 0
+        self._closed = False
+        self.warm = True
+        self.down: str | None = None
+        self.hanging = False
+        self.records: dict[bytes, dict[bytes, Stored]] = {}
+        self.slots: dict[int, Stored] = {}
+
+    @property
+    def node_index(self) -> int:
+        return self._node_index
+
+    @property
+    def suspect(self) -> bool:
+        return self.hanging
+
+    # -- look-ups
+
+    def look_up_now(self, keys: Sequence[bytes]) -> NodeTable | None:
+        self._serve()
+        return self._table(keys) if self.warm else None
+
+    async def look_up(self, keys: Sequence[bytes], deadline: Deadline) -> NodeTable:
+        await self._pass(deadline)
+        return self._table(keys)
+
+    def _table(self, keys: Sequence[bytes]) -> NodeTable:
+        count = len(keys)
+        table = NodeTable(np.zeros((count, 2), np.uint64), np.full(count, ABSENT, np.int64), np.zeros(count, np.uint64),
+                          np.zeros(count, np.uint8), np.zeros(count, np.bool_), ())
+        extra = []
+        for row, key in enumerate(keys):
+            for place, stored in enumerate(self.records.get(key, {}).values()):
+                if place:
+                    extra.append(VersionRow(row, stored.header.digest, stored.location, stored.generation,
+                                            stored.header.shard, stored.trusted))
+                    continue
+                table.digest[row] = np.frombuffer(stored.header.digest, np.uint64)
+                table.location[row] = stored.location
+                table.generation[row] = stored.generation
+                table.shard[row] = stored.header.shard
+                table.trusted[row] = stored.trusted
+        table.extra = tuple(extra)
+        return table
+
+    def headers_now(self, locations: NDArray[np.int64], generations: NDArray[np.uint64],
+                    segments: int) -> NDArray[np.uint8] | None:
+        self._serve()
+        return self._headers(locations, generations, segments) if self.warm else None
+
+    async def headers(self, locations: NDArray[np.int64], generations: NDArray[np.uint64], segments: int,
+                      deadline: Deadline) -> NDArray[np.uint8]:
+        await self._pass(deadline)
+        return self._headers(locations, generations, segments)
+
+    def _headers(self, locations: NDArray[np.int64], generations: NDArray[np.uint64],
+                 segments: int) -> NDArray[np.uint8]:
+        rows = []
+        for location, generation in zip(locations.tolist(), generations.tolist(), strict=True):
+            stored = self.slots.get(location)
+            same = stored is not None and stored.generation == generation
+            rows.append(stored.raw_header if stored is not None and same else b"")
+        size = 96 + -(-12 * segments // 8) * 8
+        found = np.zeros((len(rows), size), np.uint8)
+        for row, raw in enumerate(rows):
+            if len(raw) == size:
+                found[row] = np.frombuffer(raw, np.uint8)
+        return found
+
+    # -- bytes
+
+    def read_now(self, span: Span, landing: Landing) -> bool:
+        self._serve()
+        if not self.warm or landing.revoked:
+            return False
+        self._land(span, landing)
+        return True
+
+    async def read(self, spans: Sequence[tuple[Span, Landing]], landed: Callable[[int], None],
+                   deadline: Deadline) -> None:
+        for place, (span, landing) in enumerate(spans):
+            await self._pass(deadline)
+            if not landing.revoked:
+                self._land(span, landing)
+                landed(place)
+
+    def _land(self, span: Span, landing: Landing) -> None:
+        """A slot that holds nothing reads as zeros."""
+        for row in range(span.count):
+            stored = self.slots.get(span.location + row)
+            payload = stored.payload if stored is not None else bytearray()
+            shard = bytes(payload).ljust(span.slot_bytes, b"\0")
+            for stride in landing.strides:
+                start = stride.start + row * stride.step
+                landing.buffer[start : start + stride.size] = shard[stride.source : stride.source + stride.size]
+
+    # -- changes
+
+    async def put(self, batch: PutBatch, deadline: Deadline) -> PutOutcome:
+        await self._pass(deadline)
+        checked = check_batch(batch, self._node_index)
+        stored = np.zeros(len(batch.keys), np.bool_)
+        why = None
+        for row, key in enumerate(batch.keys):
+            refusal = self._store(batch, row, key, checked.index_keys[row][len(key) :])
+            stored[row] = refusal is None
+            why = why or refusal
+        if why is not None and not stored.any():
+            raise NodeFull(self._node_index, why)
+        return PutOutcome(stored, why)
+
+    def _store(self, batch: PutBatch, row: int, key: bytes, digest: bytes) -> str | None:
+        versions = self.records.setdefault(key, {})
+        known = versions.get(digest)
+        now_ms = int(self._clock.wall() * 1000)
+        if known is not None and (known.trusted or self._check(known)):
+            known.trusted = True
+            known.arrival_ms = now_ms
+            return None
+        if len(versions) >= MAX_VERSIONS_PER_KEY:
+            return f"a key has {MAX_VERSIONS_PER_KEY} versions already"
+        if self._capacity is not None and len(self.slots) >= self._capacity:
+            return "no free slot"
+        raw = batch.headers[row].tobytes()
+        slot_class = (batch.payload.shape[1], len(raw))
+        location = self._next.setdefault(slot_class, (len(self._next) + 1) * EXTENT_SLOTS)
+        self._next[slot_class] = location + 1
+        self._generation += 1
+        record = Stored(parse_header(raw), raw, bytearray(batch.payload[row].tobytes()[: batch.shard_bytes]),
+                        batch.payload.shape[1], location, self._generation, now_ms, self._clamp(batch.stamp))
+        versions[digest] = record
+        self.slots[location] = record
+        return None
+
+    def touch(self, keys: Sequence[bytes], locations: NDArray[np.int64] | None, stamp: int) -> None:
+        if locations is not None:
+            touched = [self.slots[location] for location in locations.tolist() if location in self.slots]
+        else:
+            touched = [stored for key in keys for stored in self.records.get(key, {}).values()]
+        for stored in touched:
+            stored.stamp = max(stored.stamp, self._clamp(stamp))
+
+    async def drop(self, items: Sequence[DropItem], deadline: Deadline) -> int:
+        await self._pass(deadline)
+        dropped = 0
+        for item in items:
+            stored = self.records.get(item.key, {}).get(item.digest)
+            if stored is not None and stored.generation == item.generation:
+                self._forget(stored)
+                dropped += 1
+        return dropped
+
+    async def verify(self, key: bytes, digest: bytes, deadline: Deadline) -> bool:
+        await self._pass(deadline)
+        stored = self.records.get(key, {}).get(digest)
+        if stored is None:
+            return False
+        stored.trusted = self._check(stored)
+        return stored.trusted
+
+    def _check(self, stored: Stored) -> bool:
+        """Whether the payload agrees with the header; a record that does not is dropped."""
+        if xxh3_64(bytes(stored.payload)) == stored.header.payload_hash:
+            return True
+        self._forget(stored)
+        return False
+
+    def _forget(self, stored: Stored) -> None:
+        versions = self.records[stored.header.key]
+        del versions[stored.header.digest]
+        if not versions:
+            del self.records[stored.header.key]
+        del self.slots[stored.location]
+
+    # -- the rest
+
+    async def list(self, after: bytes | None, limit: int, deadline: Deadline) -> ListPage:
+        await self._pass(deadline)
+        if limit < 1:
+            raise InvalidArgument(f"limit is {limit}, must be at least 1")
+        every = sorted((stored.header.key + stored.header.digest, stored) for stored in self.slots.values())
+        rest = [pair for pair in every if after is None or pair[0] > after]
+        page = tuple(_listed(stored) for _, stored in rest[:limit])
+        return ListPage(page, rest[limit - 1][0] if len(rest) > limit else None)
+
+    async def info(self, deadline: Deadline) -> NodeInfo:
+        await self._pass(deadline)
+        live = sum(stored.slot_bytes for stored in self.slots.values())
+        unverified = sum(not stored.trusted for stored in self.slots.values())
+        name = f"{self._node_index:032x}"
+        return NodeInfo(self._node_index, name, "serving", 0, live, 0, 0, len(self.slots), unverified)
+
+    async def close(self) -> None:
+        self._closed = True
+
+    def _clamp(self, stamp: int) -> int:
+        return min(stamp, stamp_of(self._clock.wall()))
+
+    def _serve(self) -> None:
+        if self._closed:
+            raise NodeUnavailable(self._node_index, "it was closed")
+        if self.down is not None:
+            raise NodeUnavailable(self._node_index, self.down)
+
+    async def _pass(self, deadline: Deadline) -> None:
+        """One turn of the loop, as any awaiting call takes at least; refusals come after it."""
+        self._serve()
+        await asyncio.sleep(0)
+        self._serve()
+        if deadline.passed():
+            raise NodeUnavailable(self._node_index, "no answer by the deadline")
+
+
+def _listed(stored: Stored) -> ListedRecord:
+    header = stored.header
+    return ListedRecord(header.key, header.digest, stored.location, stored.generation, header.shard,
+                        header.shape.block_bytes, header.depth, header.tenant_tag, stored.arrival_ms, stored.stamp,
+                        len(header.shape.segment_bytes))
