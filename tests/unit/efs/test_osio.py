@@ -360,7 +360,7 @@ def test_a_read_that_need_not_wait_is_answered_from_the_page_cache_or_refused(tm
     except OSError as error:
         refusal = error.errno or -1
     # tmpfs knows no RWF_NOWAIT: the caller reads in a thread then.
-    assert (refusal, into[:got]) in ((0, DATA), (errno.EOPNOTSUPP, b""))
+    assert (refusal, bytes(into[:got])) in ((0, DATA), (errno.EOPNOTSUPP, b""))
     os.close(fd)
 
 
