@@ -127,6 +127,10 @@ NODE_QUEUE_OPERATIONS: Final = 256
 """Operations waiting for one node's thread; one more is refused."""
 MEND_QUEUE: Final = 1_024
 """Reports of damaged shards that wait for mending; further ones are left to the scrub."""
+MENDS_PER_SECOND: Final = 100
+"""Damaged shards mended at most: 1 MB/s of V4.1 shards a node, nothing that a read would notice."""
+BACKGROUND_RESTART_MS: Final = 1_000.0
+"""Pause before a background task that died is started again."""
 MAX_READ_ATTEMPTS: Final = 2
 """Attempts at one shard in one call."""
 DELETE_BATCH: Final = 512

@@ -1,0 +1,74 @@
+"""All that the nodes hold of one key, shard by shard: the slow and thorough look behind `inspect` and mending.
+
+Here nothing is taken from memory on trust: records come from the nodes' listings, and a shard is *sound* only when its
+header parses, names this key, digest and shard, and the payload that was read has the hash that the header gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efs.ask import all_of
+from efs.checksum import xxh3_64
+from efs.clock import Deadline
+from efs.contract import Landing, Node, Span, Stride
+from efs.errors import CorruptRecord
+from efs.limits import DIGEST_BYTES, MAX_VERSIONS_PER_KEY
+from efs.shard import Header, parse_header
+from efs.types import ListedRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SoundShard:
+    """A shard whose header and payload agree. payload: (shard_bytes,) uint8."""
+
+    node_index: int
+    record: ListedRecord
+    header: Header
+    payload: NDArray[np.uint8]
+
+
+def listed_before(key: bytes) -> bytes | None:
+    """The `after` with which a listing begins at this key."""
+    number = int.from_bytes(key, "big")
+    return (number - 1).to_bytes(len(key), "big") + b"\xff" * DIGEST_BYTES if number else None
+
+
+async def records_of(nodes: Mapping[int, Node], key: bytes, deadline: Deadline,
+                     enough: int) -> dict[int, list[ListedRecord]]:
+    """The records of one key on each node that answered."""
+    limit = 2 * MAX_VERSIONS_PER_KEY
+    calls = {index: node.list(listed_before(key), limit, deadline) for index, node in nodes.items()}
+    pages, _ = await all_of(calls, deadline, enough)
+    return {index: [record for record in page.records if record.key == key] for index, page in pages.items()}
+
+
+async def read_sound(node: Node, record: ListedRecord, deadline: Deadline) -> SoundShard | None:
+    """Read one record and check it; None when it is not sound, or gone. NodeUnavailable when the node cannot say."""
+    where = np.array([record.location], np.int64), np.array([record.generation], np.uint64)
+    raw = (await node.headers(*where, record.segments, deadline))[0]
+    try:
+        header = parse_header(raw.tobytes())
+    except CorruptRecord:
+        return None
+    if (header.key, header.digest, header.shard) != (record.key, record.digest, record.shard):
+        return None
+    size = header.shape.shard_bytes
+    payload = np.empty(size, np.uint8)
+    span = Span(record.location, 1, size, header.shape.slot_bytes)
+    await node.read([(span, Landing(payload.data, (Stride(0, size, 0, size),)))], lambda _: None, deadline)
+    if xxh3_64(payload.data) != header.payload_hash:
+        return None
+    return SoundShard(node.node_index, record, header, payload)
+
+
+async def sound_shards(nodes: Mapping[int, Node], records: Mapping[int, ListedRecord], deadline: Deadline,
+                       enough: int) -> dict[int, SoundShard]:
+    """The sound ones of these records, by node; after `enough` of them the rest gets the lag grace only."""
+    calls = {index: read_sound(nodes[index], record, deadline) for index, record in records.items()}
+    results, _ = await all_of(calls, deadline, enough)
+    return {index: shard for index, shard in results.items() if shard is not None}
