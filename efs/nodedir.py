@@ -1,0 +1,399 @@
+"""A node directory: what is in it, whose it is, who owns it, and whether it was closed well. Format version 1.
+
+    node.toml       identity and sizes, written once when the node is made
+    boot            72 bytes, replaced at each open and close
+    lock            flock of the owner, holds its process id in decimal
+    counters        `efs/metrics.py`
+    index/          `efs/index.py`
+    slabs/slab      `efs/slab.py`
+    stamps/         `efs/stamps.py`
+
+Directories are 0700 and files 0600; none of them may be a symbolic link. node.toml is written last, so a directory in
+which `create` was interrupted is no node and is refused.
+
+*Boot record.* Little-endian:
+
+    offset  bytes  field
+    0       4      magic b"EFSB"
+    4       2      format version, 1
+    6       2      1 when the owner closed in order, else 0
+    8       8      boots: how often the node was opened
+    16      4      boot epoch: how many of those boots were unclean
+    20      4      unverified below: entries of an earlier boot epoch are untrusted until their payload was checked
+    24      40     boot id of the machine when it was written, ASCII, zero-padded
+    64      8      xxh3_64 of bytes [0, 64)
+
+An owner writes it at opening, with boots one higher and not clean, before anything else changes, and at closing, clean,
+after everything was synced. An open is *unclean* when the record it finds is not clean and of another boot of the
+machine: power was lost, or may have been, while the node was open. Not clean but of the same boot is a process that
+died: the page cache kept everything. A record that is lost or damaged counts as unclean.
+
+Slot generations are (boots << 40) + a counter, so none is given out twice, whatever an earlier owner did.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from efs.checksum import xxh3_64
+from efs.errors import (
+    CorruptRecord,
+    FormatUnsupported,
+    IdentityMismatch,
+    InvalidArgument,
+    Locked,
+    OpenFailed,
+    StoreExists,
+)
+from efs.extent import require_extent_bytes
+from efs.index import Index
+from efs.limits import (
+    EXTENT_BYTES,
+    FORMAT_VERSION,
+    INDEX_BUDGET_SHARE,
+    MAX_EXTENTS,
+    MIN_EXTENT_BYTES,
+    MIN_EXTENTS_PER_NODE,
+    MIN_INDEX_BUDGET_BYTES,
+    PAGE_BYTES,
+    RESERVE_BYTES,
+    STRIPE_SHARDS,
+)
+from efs.osio import Io, read_file, replace_file, sync_directory, write_fully
+from efs.slab import Slab
+
+NODE_FILE: Final = "node.toml"
+BOOT_FILE: Final = "boot"
+LOCK_FILE: Final = "lock"
+COUNTERS_FILE: Final = "counters"
+INDEX_DIRECTORY: Final = "index"
+SLABS_DIRECTORY: Final = "slabs"
+STAMPS_DIRECTORY: Final = "stamps"
+SLAB_FILE: Final = "slab"
+MOST_FILE_BYTES: Final = 64 * 1024
+ID_HEX_DIGITS: Final = 32
+GENERATION_BITS: Final = 40
+EXTENTS_WANTED: Final = 16
+"""The extent size is halved until this many fit."""
+STAMP_SHARE: Final = 1024
+"""One byte for stamps in so many of an extent: enough for slots of 4 KiB. Smaller slots lose stamps on a restart."""
+
+_BOOT: Final = struct.Struct("<4sHHQII40sQ")
+_BOOT_MAGIC: Final = b"EFSB"
+_BOOT_ID_FILE: Final = "/proc/sys/kernel/random/boot_id"
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """Where a node belongs: its store, its EC group and its index in the group."""
+
+    cluster_id: str
+    group: int
+    node_index: int
+
+    def __post_init__(self) -> None:
+        _require_id("cluster id", self.cluster_id)
+        if self.group < 0 or not 0 <= self.node_index < STRIPE_SHARDS:
+            raise InvalidArgument(f"no node has group {self.group} and index {self.node_index}")
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """How a node's capacity is divided, in bytes; fixed when the node is made."""
+
+    capacity_bytes: int
+    extent_bytes: int
+    extents: int
+    index_bytes: int
+    stamp_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """What node.toml says. `node_id` is 32 hex digits."""
+
+    place: NodePlace
+    node_id: str
+    plan: NodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class BootRecord:
+    """See the module docstring."""
+
+    boot_id: str
+    clean: bool
+    boots: int
+    epoch: int
+    unverified_below: int
+
+
+# -- Sizes ----------------------------------------------------------------------------------------------------------
+
+
+def plan_node(capacity_bytes: int, extent_bytes: int | None = None, index_bytes: int | None = None) -> NodePlan:
+    """Divide a node's capacity. InvalidArgument names the smallest capacity where it is too small."""
+    share = max(MIN_INDEX_BUDGET_BYTES, int(capacity_bytes * INDEX_BUDGET_SHARE))
+    index = share if index_bytes is None else index_bytes
+    if index < MIN_INDEX_BUDGET_BYTES:
+        raise InvalidArgument(f"the index budget is {index}, must be at least {MIN_INDEX_BUDGET_BYTES} bytes")
+    index -= index % PAGE_BYTES
+    size = EXTENT_BYTES if extent_bytes is None else extent_bytes
+    require_extent_bytes(size)
+    if extent_bytes is None:
+        while size > MIN_EXTENT_BYTES and _extents(capacity_bytes, size, index) < EXTENTS_WANTED:
+            size //= 2
+    extents = _extents(capacity_bytes, size, index)
+    if extents < MIN_EXTENTS_PER_NODE:
+        least = index + RESERVE_BYTES + MIN_EXTENTS_PER_NODE * (size + _stamp_bytes(size))
+        raise InvalidArgument(
+            f"{capacity_bytes} bytes a node are too few: the smallest capacity is {least} bytes a node, "
+            f"{least * STRIPE_SHARDS} bytes for all {STRIPE_SHARDS}"
+        )
+    extents = min(extents, MAX_EXTENTS)
+    return NodePlan(capacity_bytes, size, extents, index, extents * _stamp_bytes(size))
+
+
+def _extents(capacity_bytes: int, extent_bytes: int, index_bytes: int) -> int:
+    return max(0, capacity_bytes - index_bytes - RESERVE_BYTES) // (extent_bytes + _stamp_bytes(extent_bytes))
+
+
+def _stamp_bytes(extent_bytes: int) -> int:
+    return -(-extent_bytes // STAMP_SHARE // PAGE_BYTES) * PAGE_BYTES
+
+
+# -- Making and reading ---------------------------------------------------------------------------------------------
+
+
+def create_directory(io: Io, path: str, place: NodePlace, node_id: str, plan: NodePlan, boot_id: str) -> NodeConfig:
+    """Make an empty node in a new or empty directory. StoreExists when something is in it, OpenFailed names the path."""
+    _require_id("node id", node_id)
+    config = NodeConfig(place, node_id, plan)
+    try:
+        if os.path.lexists(path):
+            require_directory(io, path)
+            if io.listdir(path):
+                raise StoreExists(path)
+        else:
+            io.mkdir(path)
+        slabs = os.path.join(path, SLABS_DIRECTORY)
+        io.mkdir(slabs)
+        io.mkdir(os.path.join(path, STAMPS_DIRECTORY))
+        Slab.create(io, slab_path(path), plan.extent_bytes, plan.extents)
+        sync_directory(io, slabs)
+        Index.create(io, index_path(path), plan.index_bytes)
+        write_boot(io, path, BootRecord(boot_id, True, 0, 0, 0))
+        replace_file(io, path, NODE_FILE, _render(config))
+        sync_directory(io, os.path.dirname(os.path.abspath(path)))
+    except OSError as error:
+        raise OpenFailed(path, error) from error
+    return config
+
+
+def read_config(io: Io, path: str) -> NodeConfig:
+    """Identity and sizes of a node. OpenFailed names what cannot be opened, FormatUnsupported another format version,
+    CorruptRecord what is wrong in node.toml."""
+    file = os.path.join(path, NODE_FILE)
+    try:
+        require_directory(io, path)
+        data = read_file(io, file, MOST_FILE_BYTES)
+    except OSError as error:
+        raise OpenFailed(path if error.filename is None else error.filename, error) from error
+    try:
+        values = tomllib.loads(data.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise CorruptRecord(f"{file}: {error}") from error
+    version = values.get("format_version")
+    if version != FORMAT_VERSION:
+        raise FormatUnsupported(file, version, FORMAT_VERSION)
+    return _parse(file, values)
+
+
+def check_place(path: str, found: NodePlace, expected: NodePlace) -> None:
+    """IdentityMismatch, with what was found and what was expected, for a directory that belongs elsewhere."""
+    for field in ("cluster_id", "group", "node_index"):
+        if getattr(found, field) != getattr(expected, field):
+            name = field.replace("_", " ")
+            raise IdentityMismatch(path, name, getattr(found, field), getattr(expected, field))
+
+
+def require_directory(io: Io, path: str) -> None:
+    """OSError, naming the path, unless it is a directory and no symbolic link."""
+    try:
+        io.close(io.open(path, os.O_RDONLY | os.O_DIRECTORY))
+    except OSError as error:
+        error.filename = path
+        raise
+
+
+def index_path(path: str) -> str:
+    return os.path.join(path, INDEX_DIRECTORY)
+
+
+def slab_path(path: str) -> str:
+    return os.path.join(path, SLABS_DIRECTORY, SLAB_FILE)
+
+
+def stamps_path(path: str) -> str:
+    return os.path.join(path, STAMPS_DIRECTORY)
+
+
+def open_slab(io: Io, path: str, config: NodeConfig, *, writable: bool, mapped: bool = False) -> Slab:
+    """The slab of a node; needs no lock when it is not writable."""
+    _require_part(io, path, SLABS_DIRECTORY)
+    plan, node_id = config.plan, bytes.fromhex(config.node_id)
+    return Slab.open(io, slab_path(path), node_id, plan.extent_bytes, plan.extents, writable=writable, mapped=mapped)
+
+
+def require_stamps_directory(io: Io, path: str) -> None:
+    """OpenFailed unless `stamps/` is a directory; made anew when it is absent."""
+    if not os.path.lexists(stamps_path(path)):
+        try:
+            io.mkdir(stamps_path(path))
+        except OSError as error:
+            raise OpenFailed(stamps_path(path), error) from error
+    _require_part(io, path, STAMPS_DIRECTORY)
+
+
+def _require_part(io: Io, path: str, name: str) -> None:
+    try:
+        require_directory(io, os.path.join(path, name))
+    except OSError as error:
+        raise OpenFailed(os.path.join(path, name), error) from error
+
+
+def _require_id(what: str, value: str) -> None:
+    if len(value) != ID_HEX_DIGITS or set(value) - set("0123456789abcdef"):
+        raise InvalidArgument(f"{what} is {value!r}, must be {ID_HEX_DIGITS} lower-case hex digits")
+
+
+def _render(config: NodeConfig) -> bytes:
+    plan = config.plan
+    lines = [
+        f"format_version = {FORMAT_VERSION}",
+        f'cluster_id = "{config.place.cluster_id}"',
+        f'node_id = "{config.node_id}"',
+        f"group = {config.place.group}",
+        f"node_index = {config.place.node_index}",
+        f"capacity_bytes = {plan.capacity_bytes}",
+        f"extent_bytes = {plan.extent_bytes}",
+        f"extents = {plan.extents}",
+        f"index_bytes = {plan.index_bytes}",
+        f"stamp_bytes = {plan.stamp_bytes}",
+    ]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _parse(file: str, values: dict[str, object]) -> NodeConfig:
+    def number(name: str) -> int:
+        value = values.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise CorruptRecord(f"{file}: {name} is {value!r}, must be a whole number")
+        return value
+
+    def text(name: str) -> str:
+        value = values.get(name)
+        if not isinstance(value, str):
+            raise CorruptRecord(f"{file}: {name} is {value!r}, must be a string")
+        return value
+
+    try:
+        _require_id("node id", text("node_id"))
+        place = NodePlace(text("cluster_id"), number("group"), number("node_index"))
+        require_extent_bytes(number("extent_bytes"))
+    except InvalidArgument as error:
+        raise CorruptRecord(f"{file}: {error}") from error
+    plan = NodePlan(number("capacity_bytes"), number("extent_bytes"), number("extents"), number("index_bytes"),
+                    number("stamp_bytes"))
+    return NodeConfig(place, text("node_id"), plan)
+
+
+# -- Boots ----------------------------------------------------------------------------------------------------------
+
+
+def machine_boot_id() -> str:
+    """The machine's boot id, the same until it is started again; empty where the kernel tells none."""
+    try:
+        return Path(_BOOT_ID_FILE).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def read_boot(io: Io, path: str) -> BootRecord | None:
+    """The boot record; None when it is lost or damaged. FormatUnsupported for another version, OpenFailed for what
+    cannot be read."""
+    file = os.path.join(path, BOOT_FILE)
+    try:
+        data = read_file(io, file, MOST_FILE_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise OpenFailed(file, error) from error
+    if len(data) != _BOOT.size:
+        return None
+    magic, version, clean, boots, epoch, unverified_below, boot_id, checksum = _BOOT.unpack(data)
+    if magic != _BOOT_MAGIC or checksum != xxh3_64(data[:-8]):
+        return None
+    if version != FORMAT_VERSION:
+        raise FormatUnsupported(file, version, FORMAT_VERSION)
+    return BootRecord(boot_id.rstrip(b"\0").decode("ascii", "replace"), clean == 1, boots, epoch, unverified_below)
+
+
+def write_boot(io: Io, path: str, record: BootRecord) -> None:
+    """Replace the boot record and make it durable. OSError."""
+    boot_id = record.boot_id.encode("ascii", "replace")[:40]
+    head = _BOOT.pack(_BOOT_MAGIC, FORMAT_VERSION, int(record.clean), record.boots, record.epoch,
+                      record.unverified_below, boot_id, 0)[:-8]
+    replace_file(io, path, BOOT_FILE, head + xxh3_64(head).to_bytes(8, "little"))
+
+
+# -- The owner's lock -----------------------------------------------------------------------------------------------
+
+
+class OwnerLock:
+    """Exclusive ownership of a directory, by flock on its `lock` file: it ends with the process at the latest."""
+
+    def __init__(self, io: Io, path: str, fd: int) -> None:
+        self._io = io
+        self._fd: int | None = fd
+        self.path = path
+
+    @classmethod
+    def take(cls, io: Io, directory: str) -> OwnerLock:
+        """Take it without waiting. Locked names the holder's process id; OpenFailed names the file."""
+        file = os.path.join(directory, LOCK_FILE)
+        try:
+            fd = io.open(file, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise OpenFailed(file, error) from error
+        try:
+            io.lock(fd)
+            io.truncate(fd, 0)
+            write_fully(io, fd, memoryview(str(os.getpid()).encode()), 0)
+        except BlockingIOError as error:
+            io.close(fd)
+            raise Locked(directory, written_pid(io, directory)) from error
+        except OSError as error:
+            io.close(fd)
+            raise OpenFailed(file, error) from error
+        return cls(io, directory, fd)
+
+    def release(self) -> None:
+        """Give it up. A second call does nothing."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._io.close(fd)
+
+
+def written_pid(io: Io, directory: str) -> int | None:
+    """The process id in the `lock` file: the owner's while there is one, else the last owner's."""
+    try:
+        text = read_file(io, os.path.join(directory, LOCK_FILE), MOST_FILE_BYTES)
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
