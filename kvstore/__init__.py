@@ -23,7 +23,7 @@ from kvstore.hit import (
 )
 from kvstore.keys import Chain, Image, Namespace
 from kvstore.layout import V41_FLASH, BlockLayout, Segment
-from kvstore.store import BlockingKVStore, ForkedStore, KVStore, UnsupportedUrl
+from kvstore.store import BlockingKVStore, ForkedStore, KVStore, UnsupportedUrl, store_root
 from kvstore.tenants import Tenant
 
 __all__ = [
@@ -59,5 +59,6 @@ __all__ = [
     "snapshot_for_regeneration",
     "storable_after_decode",
     "storable_after_prefill",
+    "store_root",
     "tokens_to_load",
 ]

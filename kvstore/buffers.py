@@ -56,6 +56,8 @@ def _from_buffer(buffer: Any, what: str) -> NDArray[np.uint8] | None:
         raise InvalidArgument(f"{what} is not contiguous")
     if view.nbytes == 0:
         return _empty(view.readonly)
+    if "O" in view.format and np.asarray(view).dtype.hasobject:
+        raise InvalidArgument(f"{what} is an array of Python objects, must hold plain bytes")
     return np.frombuffer(view, dtype=np.uint8)
 
 

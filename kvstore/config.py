@@ -104,7 +104,8 @@ class Config:
         sources: dict[str, str] = {}
         in_file = _read_file(path) if path is not None else {}
         given = {name: value for name, value in (arguments or {}).items() if value is not None}
-        for kind, layer in ((f"file {path}", in_file), ("environment", _from_environment(variables)), ("argument", given)):
+        in_environment = _from_environment(variables)
+        for kind, layer in ((f"file {path}", in_file), ("environment", in_environment), ("argument", given)):
             for name, value in layer.items():
                 source = f"environment {PREFIX}{name.upper()}" if kind == "environment" else kind
                 if name not in KINDS:

@@ -66,7 +66,8 @@ class LoopThread:
             return outcome.result(timeout_s)
         except BaseException:
             if not outcome.done():
-                self._cancel(tasks, outcome)
+                # After a timeout the caller has waited long enough.
+                self._cancel(tasks, outcome, INTERRUPTED_WAIT_S if timeout_s is None else 0.0)
             raise
 
     def stop(self, wait_s: float) -> None:
@@ -98,14 +99,14 @@ class LoopThread:
         else:
             outcome.set_exception(error)
 
-    def _cancel(self, tasks: list[asyncio.Task[Result]], outcome: Future[Result]) -> None:
-        """Cancel what an interrupted caller started (the list is filled on the loop by then) and see it end."""
+    def _cancel(self, tasks: list[asyncio.Task[Result]], outcome: Future[Result], wait_s: float) -> None:
+        """Cancel what a caller started (the list is filled on the loop by then) and wait a while for its end."""
         with self._lock:
             if not self._open:
                 return
             self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
         try:
-            outcome.exception(INTERRUPTED_WAIT_S)
+            outcome.exception(wait_s)
         except TimeoutError:
             return
 

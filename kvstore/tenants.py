@@ -97,7 +97,7 @@ def list_tenants(root: str, *, io: Io | None = None) -> list[Tenant]:
         raise InvalidArgument(f"{path}: {error.strerror or error}") from error
     try:
         return _parse(tomllib.loads(data.decode()))
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise InvalidArgument(f"{path}: {_reason(error)}") from error
 
 
@@ -198,7 +198,10 @@ def _parse(table: dict[str, Any]) -> list[Tenant]:
     unknown = sorted(table.keys() - {"version", "tenant"})
     if unknown:
         raise ValueError(f"unknown entry {unknown[0]!r}")
-    tenants = [_tenant(row, position) for position, row in enumerate(table.get("tenant", []))]
+    rows = table.get("tenant", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("tenants must stand in tables [[tenant]]")
+    tenants = [_tenant(row, position) for position, row in enumerate(rows)]
     names = [tenant.name for tenant in tenants]
     for position, name in enumerate(names):
         if name in names[:position]:
