@@ -62,6 +62,11 @@ STAMP_BYTES_PER_SLOT: Final = 4
 WATERMARK_HIGH: Final = 0.92
 WATERMARK_LOW: Final = 0.88
 WATERMARK_REJECT: Final = 0.97
+EVICTION_WINDOW_SHARE: Final = 0.005
+"""Records on either side of the eviction border that may be swapped for whole chunks, as a share of a node's records:
+nodes of a group then differ in 1 % at most."""
+HORIZON_MINUTES: Final = 60
+"""The eviction horizon remembers one to two of these: the nodes of a group do not collect in the same minute."""
 
 # -- Memory ---------------------------------------------------------------------------------------------------------
 
@@ -136,9 +141,11 @@ MAX_READ_ATTEMPTS: Final = 2
 DELETE_BATCH: Final = 512
 """Index entries deleted in one transaction: copy-on-write needs free pages for each page touched."""
 
-assert DATA_SHARDS < FANOUT < STRIPE_SHARDS and DATA_SHARDS < ACK_SHARDS < STRIPE_SHARDS
+assert DATA_SHARDS < FANOUT < STRIPE_SHARDS
+assert DATA_SHARDS < ACK_SHARDS < STRIPE_SHARDS
 assert MAX_BLOCK_BYTES // DATA_SHARDS * 2 < EXTENT_BYTES
 assert WATERMARK_LOW < WATERMARK_HIGH < WATERMARK_REJECT < 1.0
+assert 2 * EVICTION_WINDOW_SHARE < WATERMARK_HIGH - WATERMARK_LOW
 assert MIN_LAG_GRACE_MS <= INITIAL_LAG_GRACE_MS <= MAX_LAG_GRACE_MS < GET_DEADLINE_MS
 assert HOLLOW_GRACE_MS >= 2 * MAX_DEADLINE_MS
 assert max(GET_DEADLINE_MS, MATCH_DEADLINE_MS, PUT_DEADLINE_MS) <= MAX_DEADLINE_MS
