@@ -94,7 +94,7 @@ class Staging:
     def __init__(self, total_bytes: int = WRITE_STAGING_BYTES, kept_bytes: int = WRITE_STAGING_KEPT_BYTES) -> None:
         self.budget = ByteBudget(total_bytes)
         self._kept_limit = kept_bytes
-        self._kept_bytes = 0
+        self.kept_bytes = 0
         self._kept: defaultdict[int, list[Bytes]] = defaultdict(list)
         self._abandoned: defaultdict[int, list[tuple[weakref.ref[Bytes], int]]] = defaultdict(list)
 
@@ -107,7 +107,7 @@ class Staging:
     def _take(self, size: int) -> Bytes:
         kept = self._kept[size]
         if kept:
-            self._kept_bytes -= size
+            self.kept_bytes -= size
             return kept.pop()
         return np.empty(size, np.uint8)
 
@@ -115,17 +115,17 @@ class Staging:
         """The write from this buffer is over and nobody else refers to it."""
         size = len(buffer)
         self._make_room(size)
-        if self._kept_bytes + size <= self._kept_limit:
+        if self.kept_bytes + size <= self._kept_limit:
             self._kept[size].append(buffer)
-            self._kept_bytes += size
+            self.kept_bytes += size
         self.budget.release(size)
 
     def _make_room(self, size: int) -> None:
         """Let buffers of other sizes go, so that what is kept follows what is used now."""
         for other, buffers in self._kept.items():
-            while other != size and buffers and self._kept_bytes + size > self._kept_limit:
+            while other != size and buffers and self.kept_bytes + size > self._kept_limit:
                 buffers.pop()
-                self._kept_bytes -= other
+                self.kept_bytes -= other
 
     def abandon(self, node_index: int, buffer: Bytes) -> None:
         """A node may still be writing from this buffer: leave it to it."""

@@ -25,6 +25,7 @@ from efs.shard import Header, parse_header
 from efs.types import DropItem, ListedRecord, ListPage, NodeInfo
 
 EXTENT_SLOTS = 1 << 20
+NO_SLOT = "no free slot"
 
 
 @dataclass(slots=True)
@@ -157,22 +158,25 @@ class MemoryNode:
             refusal = self._store(batch, row, key, checked.index_keys[row][len(key) :])
             stored[row] = refusal is None
             why = why or refusal
-        if why is not None and not stored.any():
+        if why == NO_SLOT and not stored.any():
             raise NodeFull(self._node_index, why)
         return PutOutcome(stored, why)
 
     def _store(self, batch: PutBatch, row: int, key: bytes, digest: bytes) -> str | None:
-        versions = self.records.setdefault(key, {})
-        known = versions.get(digest)
+        known = self.records.get(key, {}).get(digest)
+        if known is not None and known.header.shard != batch.headers[row, 6]:
+            self._forget(known)
+            known = None
         now_ms = int(self._clock.wall() * 1000)
         if known is not None and (known.trusted or self._check(known)):
             known.trusted = True
             known.arrival_ms = now_ms
             return None
+        versions = self.records.get(key, {})
         if len(versions) >= MAX_VERSIONS_PER_KEY:
             return f"a key has {MAX_VERSIONS_PER_KEY} versions already"
         if self._capacity is not None and len(self.slots) >= self._capacity:
-            return "no free slot"
+            return NO_SLOT
         raw = batch.headers[row].tobytes()
         slot_class = (batch.payload.shape[1], len(raw))
         location = self._next.setdefault(slot_class, (len(self._next) + 1) * EXTENT_SLOTS)
@@ -180,7 +184,7 @@ class MemoryNode:
         self._generation += 1
         record = Stored(parse_header(raw), raw, bytearray(batch.payload[row].tobytes()[: batch.shard_bytes]),
                         batch.payload.shape[1], location, self._generation, now_ms, self._clamp(batch.stamp))
-        versions[digest] = record
+        self.records.setdefault(key, {})[digest] = record
         self.slots[location] = record
         return None
 
