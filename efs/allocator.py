@@ -13,8 +13,9 @@ A transition from any other state is refused with InvalidArgument before anythin
 
 *Placement.* `allocate` keeps a request together. Where a gap holds all that is left of it, it goes there: into the
 extent whose longest gap is the shortest that suffices, there into the smallest such gap; a chunk or more starts on a
-chunk border if that is possible. Else the longest gaps of a chunk or more are filled, then free extents are opened, and
-the remaining gaps come last, longest first. Ties go to the lowest location.
+chunk border if that is possible. Else gaps of a chunk or more are filled, then free extents are opened, and the
+remaining gaps come last; both go extent by extent, the one with the longest gap first, and in it by length. Ties go to
+the lowest location.
 
 Cost: a few vector operations over the extents of the node for each request, and one scan of each extent that changed.
 Memory: one byte for each slot of an extent in use (rows are as long as the extent with most slots needs, but memory
