@@ -132,7 +132,7 @@ class Index:
     def _checked(cls, env: lmdb.Environment, path: str, io: Io) -> Index:
         """Refuse a file that was cut short: reading its map behind the end would end the process with SIGBUS."""
         try:
-            if not env.readonly:
+            if not env.flags()["readonly"]:
                 env.reader_check()
             if env.stat()["psize"] != PAGE_BYTES:
                 raise IndexDamaged(f"{path}: pages of {env.stat()['psize']} bytes, expected {PAGE_BYTES}")

@@ -233,6 +233,15 @@ def load_stamps(
     return loaded
 
 
+def read_stamps(io: Io, directory: str, extent: int, geometry: Geometry) -> NDArray[np.uint32]:
+    """(slots,) stamps of one extent, zeros where its file is absent, unreadable, damaged or of another class."""
+    try:
+        stamps = _unpack(read_file(io, os.path.join(directory, stamp_file_name(extent)), _LARGEST_FILE), extent, geometry)
+    except OSError:
+        stamps = None
+    return np.zeros(geometry.slots, np.uint32) if stamps is None else stamps
+
+
 def _write_one(io: Io, path: str, data: bytes) -> None:
     fd = io.open(path, os.O_WRONLY | os.O_CREAT)
     try:

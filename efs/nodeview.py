@@ -1,0 +1,275 @@
+"""A node directory as it lies on disk, read-only: beside its owner, or without one. For fsck, status, ls and inspect.
+
+Nothing is locked and nothing is written (LMDB registers its reader in `lock.mdb`, as any reader does). Beside an
+owner two reads are never of one moment: what is seen here may be between two steps of a put or an eviction, so a
+caller that is about to call something wrong looks again (`efs/fsck.py`). Index reads are short transactions; a
+geometry is read again where an entry does not fit, because its extent may have changed its class.
+
+An index can be opened once in a process: a process that owns the node can not view it here.
+"""
+
+from __future__ import annotations
+
+import os
+import stat as stat_bits
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efs.errors import CorruptRecord, EfsError, FormatUnsupported, IdentityMismatch
+from efs.extent import Geometry, SlotClass, extent_of, ranges_of, slot_of
+from efs.index import Index, IndexEntry
+from efs.limits import DATA_SHARDS
+from efs.metrics import CounterFile
+from efs.nodedir import (
+    COUNTERS_FILE,
+    BootRecord,
+    NodeConfig,
+    NodePlace,
+    check_place,
+    index_path,
+    open_slab,
+    read_boot,
+    read_config,
+    stamps_path,
+)
+from efs.osio import Io
+from efs.shard import Entry, check_entries, free_entries, parse_entry
+from efs.slab import Slab
+from efs.stamps import read_stamps
+
+
+class Slot(IntEnum):
+    """What stands in a table entry."""
+
+    LIVE = 0
+    FREE = 1
+    TORN = 2
+    """Neither zeros nor valid."""
+    OUTSIDE = 3
+    """No such slot: the extent is free, or has fewer."""
+    DAMAGED = 4
+    """The extent itself cannot be read."""
+
+
+RECORD: Final = np.dtype(
+    [
+        ("status", "u1"),
+        ("shard", "u1"),
+        ("boot_epoch", "<u4"),
+        ("depth", "<u4"),
+        ("slot_bytes", "<u4"),
+        ("entry_bytes", "<u4"),
+        ("location", "<i8"),
+        ("generation", "<u8"),
+        ("arrival_ms", "<u8"),
+        ("tenant_tag", "<u8"),
+        ("payload_hash", "<u8"),
+        ("block_bytes", "<u8"),
+        ("key", "V32"),
+        ("digest", "V16"),
+    ]
+)
+"""A table entry without its segments; all fields but status and location are zeros unless the status is LIVE."""
+Records = NDArray[np.void]
+_COPIED: Final = (
+    "shard",
+    "boot_epoch",
+    "depth",
+    "generation",
+    "arrival_ms",
+    "tenant_tag",
+    "payload_hash",
+    "block_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceUse:
+    """Space of a node directory in bytes: `allocated` of the slab file, `total` of everything, as du counts."""
+
+    allocated: int
+    total: int
+
+
+class NodeView:
+    """One node, made by `open`. `node_index` is its place in the group."""
+
+    def __init__(self, io: Io, path: str, config: NodeConfig, slab: Slab, index: Index) -> None:
+        self.path = path
+        self.config = config
+        self.node_index = config.place.node_index
+        self.slab = slab
+        self.index = index
+        self._io = io
+        self._classes: dict[int, Geometry | None] = {}
+        self._damaged: dict[int, EfsError] = {}
+
+    @classmethod
+    def open(cls, io: Io, path: str, place: NodePlace) -> NodeView:
+        """Open the node that belongs to `place`. OpenFailed, FormatUnsupported, CorruptRecord, IdentityMismatch,
+        IndexDamaged."""
+        config = read_config(io, path)
+        check_place(path, config.place, place)
+        slab = open_slab(io, path, config, writable=False)
+        try:
+            return cls(io, path, config, slab, Index.open_read_only(io, index_path(path)))
+        except BaseException:
+            slab.close()
+            raise
+
+    def close(self) -> None:
+        self.slab.close()
+        self.index.close()
+
+    def boot(self) -> BootRecord | None:
+        """The boot record now; None when it is lost or damaged."""
+        try:
+            return read_boot(self._io, self.path)
+        except EfsError:
+            return None
+
+    def counters(self) -> dict[str, int]:
+        """The node's counters now; all zero when there is no file of them."""
+        try:
+            file = CounterFile.open(os.path.join(self.path, COUNTERS_FILE), writable=False, io=self._io)
+        except EfsError:
+            return CounterFile.in_memory().snapshot()
+        try:
+            return file.snapshot()
+        finally:
+            file.close()
+
+    # -- extents
+
+    def geometry(self, extent: int, again: bool = False) -> Geometry | None:
+        """Geometry of an extent, None when it is free or damaged (`damage` tells which)."""
+        if again or (extent not in self._classes and extent not in self._damaged):
+            self._classes.pop(extent, None)
+            self._damaged.pop(extent, None)
+            try:
+                self._classes[extent] = self.slab.read_class(extent) if 0 <= extent < self.slab.extents else None
+            except (CorruptRecord, IdentityMismatch, FormatUnsupported) as error:
+                self._damaged[extent] = error
+        return self._classes.get(extent)
+
+    def damage(self, extent: int) -> EfsError | None:
+        """Why an extent cannot be read, as of the last `geometry` of it."""
+        return self._damaged.get(extent)
+
+    def stamps(self, extent: int, geometry: Geometry) -> NDArray[np.uint32]:
+        """(slots,) minutes of last use as the owner last wrote them."""
+        return read_stamps(self._io, stamps_path(self.path), extent, geometry)
+
+    # -- table entries
+
+    def records(self, locations: NDArray[np.int64], again: bool = False) -> Records:
+        """(n,) of RECORD for n locations in any order; neighbours are read together."""
+        found = np.zeros(len(locations), RECORD)
+        found["location"] = locations
+        order = np.argsort(locations, kind="stable")
+        seen: set[int] = set()
+        for row, location, count in ranges_of(locations[order]):
+            extent = extent_of(location)
+            geometry = self.geometry(extent, again and extent not in seen)
+            seen.add(extent)
+            rows = order[row : row + count]
+            if geometry is None:
+                found["status"][rows] = Slot.DAMAGED if extent in self._damaged else Slot.OUTSIDE
+            elif slot_of(location) + count > geometry.slots:
+                found["status"][rows] = Slot.OUTSIDE
+            else:
+                found[rows] = self._read(geometry, location, count)
+        return found
+
+    def table_rows(self, extent: int, geometry: Geometry, start: int, count: int) -> Records:
+        """(count,) of RECORD for neighbouring slots of an extent."""
+        return self._read(geometry, (extent << 20) | start, count)
+
+    def _read(self, geometry: Geometry, location: int, count: int) -> Records:
+        entries = self.slab.read_entries(geometry, location, count)
+        found = np.zeros(count, RECORD)
+        found["location"] = np.arange(location, location + count)
+        live = check_entries(entries, geometry.slot_class.slot_bytes)
+        found["status"] = np.where(live, Slot.LIVE, np.where(free_entries(entries), Slot.FREE, Slot.TORN))
+        rows = np.flatnonzero(live)
+        good = entries[rows]
+        for name in _COPIED:
+            found[name][rows] = good[name]
+        found["slot_bytes"][rows] = geometry.slot_class.slot_bytes
+        found["entry_bytes"][rows] = geometry.slot_class.entry_bytes
+        found["key"][rows] = np.ascontiguousarray(good["key"]).view("V32").reshape(-1)
+        found["digest"][rows] = np.ascontiguousarray(good["digest"]).view("V16").reshape(-1)
+        return found
+
+    def entry(self, location: int) -> Entry | None:
+        """One entry with its segments; None for a free one, CorruptRecord for a torn one or one that is outside."""
+        geometry = self.geometry(extent_of(location), again=True)
+        if geometry is None or slot_of(location) >= geometry.slots:
+            raise CorruptRecord(f"{self.path}: there is no slot {location}")
+        return parse_entry(self.slab.read_entries(geometry, location, 1).tobytes())
+
+    # -- payload
+
+    def payloads(self, records: Records) -> dict[int, NDArray[np.uint8]]:
+        """Payload bytes (s,) by row of `records`, for its LIVE rows; neighbours are read together. OSError as the
+        system has it; rows whose extent changed its class meanwhile are left out."""
+        rows = np.flatnonzero(records["status"] == Slot.LIVE)
+        rows = rows[np.argsort(records["location"][rows], kind="stable")]
+        found: dict[int, NDArray[np.uint8]] = {}
+        for at, location, count in ranges_of(records["location"][rows]):
+            geometry = self.geometry(extent_of(location))
+            mine = rows[at : at + count]
+            wanted = SlotClass(int(records["slot_bytes"][mine[0]]), int(records["entry_bytes"][mine[0]]))
+            if geometry is None or geometry.slot_class != wanted:
+                continue
+            slots = self.slab.read_payload(geometry, location, count)
+            for row, slot in zip(mine.tolist(), slots, strict=True):
+                found[row] = slot[: shard_bytes(int(records["block_bytes"][row]))]
+        return found
+
+    # -- index
+
+    def page(self, after: bytes | None, limit: int) -> list[IndexEntry]:
+        return self.index.page(after, limit)
+
+    def versions(self, keys: Sequence[bytes]) -> list[IndexEntry]:
+        """All index entries of some keys, now."""
+        held = self.index.look_up(keys)
+        return [
+            IndexEntry(key + version.digest, version.location, version.generation)
+            for key, versions in zip(keys, held, strict=True)
+            for version in versions
+        ]
+
+    # -- space
+
+    def space(self) -> SpaceUse:
+        """Space in use now, by the blocks that the file system has given out."""
+        return SpaceUse(allocated_bytes(self.slab.path), tree_bytes(self.path))
+
+
+def shard_bytes(block_bytes: int) -> int:
+    return -(-block_bytes // DATA_SHARDS)
+
+
+def allocated_bytes(path: str) -> int:
+    """Bytes that a file occupies, as du counts them."""
+    return os.stat(path, follow_symlinks=False).st_blocks * 512
+
+
+def tree_bytes(path: str) -> int:
+    """Bytes that a directory and all below it occupy, as du counts them; what vanishes meanwhile counts as nothing."""
+    total = allocated_bytes(path)
+    with os.scandir(path) as entries:
+        for entry in entries:
+            try:
+                found = entry.stat(follow_symlinks=False)
+                total += tree_bytes(entry.path) if stat_bits.S_ISDIR(found.st_mode) else found.st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
