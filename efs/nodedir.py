@@ -171,7 +171,7 @@ def _stamp_bytes(extent_bytes: int) -> int:
 
 
 def create_directory(io: Io, path: str, place: NodePlace, node_id: str, plan: NodePlan, boot_id: str) -> NodeConfig:
-    """Make an empty node in a new or empty directory. StoreExists when something is in it, OpenFailed names the path."""
+    """Make an empty node in a new or empty directory. StoreExists if something is in it, OpenFailed names the path."""
     _require_id("node id", node_id)
     config = NodeConfig(place, node_id, plan)
     try:

@@ -1,0 +1,202 @@
+"""What a directory node knows in memory, and the changes to it that need no waiting. Belongs to the loop's thread.
+
+Memory is changed first where something goes away and last where something comes: `forget` takes records out of the hot
+map, the table, the allocator and the accounts before any job is submitted, so that nobody finds them any more; `keep`
+puts records in after their job succeeded. What the disk has to be told of a forgotten record (its table entry must be
+zeroed, its index entry deleted) is part of the job that reuses its space. When a job fails, that debt is *owed*: it
+goes with the next job, filtered by what has happened since. A node that closes without debt is marked clean.
+
+*In transit.* Between the commit of an index entry and the moment in which its job's result is applied here, index and
+memory disagree rightfully. `coming` and `leaving` hold the index keys for which that is so; any other disagreement is
+a stale index entry: counted, and owed for deletion.
+
+*Look-ups in flight.* A look-up reads the index on another thread; keys that change meanwhile are recorded in every
+`Resolution` that is running, which then looks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efs.allocator import FREE, LIVE, Allocator
+from efs.eviction import Eviction
+from efs.extent import SLOT_BITS, SLOT_MASK, Geometry, SlotClass
+from efs.hotmap import HotMap
+from efs.index import Index, IndexEntry
+from efs.limits import DELETE_BATCH, KEY_BYTES
+from efs.metrics import CounterFile
+from efs.nodedir import GENERATION_BITS, BootRecord, NodeConfig
+from efs.slab import Slab
+from efs.stamps import Stamps
+from efs.tables import Table, Tables, stretches_of
+
+Locations = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Resolution:
+    """A look-up that is running: what it found, and the keys that changed since it last asked the index."""
+
+    found: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+    changed: set[bytes] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class NodeState:
+    """All parts of an open node that are not threads."""
+
+    config: NodeConfig
+    boot: BootRecord
+    slab: Slab
+    index: Index
+    allocator: Allocator
+    stamps: Stamps
+    eviction: Eviction
+    tables: Tables
+    counters: CounterFile
+    unverified: int
+    hot: HotMap = field(default_factory=HotMap)
+    coming: dict[bytes, asyncio.Future[None]] = field(default_factory=dict)
+    leaving: set[bytes] = field(default_factory=set)
+    resolutions: list[Resolution] = field(default_factory=list)
+    owed_entries: dict[bytes, IndexEntry] = field(default_factory=dict)
+    owed_slots: set[int] = field(default_factory=set)
+    unformatted: dict[int, int] = field(default_factory=dict)
+    """Extents given to a class in memory whose format is not known to be on disk, with a number for each giving."""
+    unsettled: bool = False
+    """Whether the disk differs from memory in a way that only the next opening can mend."""
+    _used_generations: int = 0
+    _formats: int = 0
+
+    # -- generations and classes
+
+    def next_generations(self, count: int) -> NDArray[np.uint64]:
+        """(count,) generations, greater than all given out before."""
+        first = (self.boot.boots << GENERATION_BITS) + self._used_generations + 1
+        self._used_generations += count
+        return np.arange(first, first + count, dtype=np.uint64)
+
+    def begin_extent(self, extent: int, slot_class: SlotClass) -> None:
+        """A free extent was given to a class by the allocator: an empty table, no stamps, to be formatted."""
+        geometry = self.allocator.geometry_for(slot_class)
+        self.tables.add_empty(extent, geometry)
+        self.stamps.attach(extent, geometry)
+        self._formats += 1
+        self.unformatted[extent] = self._formats
+
+    def end_extent(self, extent: int) -> None:
+        """Take an extent from its class. Its records must have been forgotten."""
+        self.allocator.unassign(extent)
+        self.tables.remove(extent)
+        self.stamps.detach(extent)
+        self.unformatted.pop(extent, None)
+        self.owed_slots = {location for location in self.owed_slots if location >> SLOT_BITS != extent}
+
+    def geometry_of(self, location: int, slot_bytes: int, count: int) -> Geometry | None:
+        """Geometry of the extent of a range of slots; None when it has no such slots (any more)."""
+        extent = location >> SLOT_BITS
+        if not 0 <= extent < self.allocator.extents:
+            return None
+        geometry = self.allocator.geometry(extent)
+        if geometry is None or geometry.slot_class.slot_bytes != slot_bytes:
+            return None
+        return geometry if (location & SLOT_MASK) + count <= geometry.slots else None
+
+    def exists(self, locations: Locations) -> NDArray[np.bool_]:
+        """(n,) whether each location is a live slot."""
+        live: NDArray[np.bool_] = self.allocator.states(locations) == LIVE
+        return live
+
+    # -- records come and go
+
+    def forget(self, locations: Locations) -> list[IndexEntry]:
+        """Records go away, from memory. Their tables must be in memory and the slots live; the slots become free.
+        Returns the index entries to delete, which are `leaving` until `gone` or `owe`."""
+        entries: list[IndexEntry] = []
+        for part in stretches_of(locations >> SLOT_BITS):
+            entries += self._forget_in(locations[part])
+        self.allocator.release(locations)
+        self.leaving.update(entry.index_key for entry in entries)
+        return entries
+
+    def _forget_in(self, locations: Locations) -> list[IndexEntry]:
+        table = self.table(int(locations[0]) >> SLOT_BITS)
+        slots = locations & SLOT_MASK
+        table.check(slots)
+        valid = table.look["generation"][slots] != 0
+        if not valid.all():
+            # A damaged entry does not tell its key, so its index entry is found at the next opening only.
+            self.unsettled = True
+        slots, locations = slots[valid], locations[valid]
+        rows, looks = table.rows(slots), table.look[slots]
+        names = np.concatenate((rows["key"], rows["digest"]), axis=1).astype("<u8")
+        index_keys = [name.tobytes() for name in names]
+        places = locations.tolist()
+        for index_key, place in zip(index_keys, places, strict=True):
+            self.hot.remove(index_key[:KEY_BYTES], place)
+        self.note_changes(name[:KEY_BYTES] for name in index_keys)
+        self.unverified -= int(np.count_nonzero(looks["boot_epoch"] < self.boot.unverified_below))
+        table.clear(slots)
+        return [IndexEntry(*fields) for fields in zip(index_keys, places, looks["generation"].tolist(), strict=True)]
+
+    def keep(self, location: int, raw: NDArray[np.uint8], index_keys: Sequence[bytes], stamp: int) -> None:
+        """Records are stored in neighbouring reserved slots: (n, entry bytes) valid entries of this boot's epoch."""
+        count = len(raw)
+        table = self.table(location >> SLOT_BITS)
+        first = location & SLOT_MASK
+        table.fill(first, raw)
+        locations = np.arange(location, location + count)
+        self.allocator.mark_live(locations)
+        self.stamps.set(locations, stamp)
+        rows = table.entries[first : first + count]
+        self.eviction.note(locations, rows["depth"], rows["key"])
+        for index_key, place in zip(index_keys, locations.tolist(), strict=True):
+            self.hot.add(index_key[:KEY_BYTES], place)
+        self.note_changes(name[:KEY_BYTES] for name in index_keys)
+
+    def note_changes(self, keys: Iterable[bytes]) -> None:
+        """What is held of these keys changed: look-ups that are running look again."""
+        if self.resolutions:
+            for key in keys:
+                for resolution in self.resolutions:
+                    resolution.found.pop(key, None)
+                    resolution.changed.add(key)
+
+    def table(self, extent: int) -> Table:
+        """The table of an extent that is known to be in memory."""
+        table = self.tables.get(extent)
+        assert table is not None, f"the table of extent {extent} is not in memory"
+        return table
+
+    # -- debts
+
+    def gone(self, entries: Iterable[IndexEntry]) -> None:
+        """Index entries were deleted. A look-up that read the index before that looks again."""
+        for entry in entries:
+            self.leaving.discard(entry.index_key)
+            self.note_changes((entry.index_key[:KEY_BYTES],))
+
+    def owe(self, entries: Iterable[IndexEntry], locations: Iterable[int]) -> None:
+        """A job failed: these index entries may still be there, and these slots' entries not zeroed."""
+        for entry in entries:
+            self.owed_entries[entry.index_key] = entry
+            self.leaving.add(entry.index_key)
+        self.owed_slots.update(locations)
+
+    def take_owed(self) -> tuple[list[IndexEntry], Locations]:
+        """What the next job should delete and zero for earlier ones; slots that were used since are left out."""
+        entries = [self.owed_entries.pop(name) for name in list(self.owed_entries)[:DELETE_BATCH]]
+        slots = np.array(sorted(self.owed_slots), np.int64)
+        self.owed_slots.clear()
+        free = self.allocator.states(slots) == FREE
+        formatted = np.array([int(slot) >> SLOT_BITS not in self.unformatted for slot in slots], np.bool_)
+        return entries, slots[free & formatted]
+
+    @property
+    def in_debt(self) -> bool:
+        return self.unsettled or bool(self.owed_entries) or bool(self.owed_slots)
