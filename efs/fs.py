@@ -1,57 +1,279 @@
 """The client: one erasure-coded filesystem over the twelve nodes of a store directory, embedded in this process.
 
-Store root: `store.toml` (format version, cluster id, capacity, durability, extent bytes, node paths), `tenants.toml`
-(0600), `lock` (flock; holds the owner's pid), `counters`. Node directories: `nodes/00` … `nodes/11` below the root or
-twelve paths of the operator's choice.
+It ties together what stands above it: `efs.cluster` (whose directories these are), `efs.reader`, `efs.writer`,
+`efs.match`, and `efs.mend` in the background. It knows keys and bytes, nothing of tokens or models.
+
+Ownership. `open` takes the store's lock and every node's, and gives back whatever it has taken if it fails. One
+process owns a store; a second one is refused with the holder's process id. A node that is not there is left out
+(`problems` says why) and counted; reads and writes go on without it as far as ten or eleven nodes allow.
+
+Closing. No call is admitted any more; background work ends; every node syncs and marks itself clean. A node that
+hangs is waited for CLOSE_MS at most and then left to its daemon threads: its mark stays unclean, which its next owner
+sees. The store's lock goes last.
+
+All methods belong to the event loop on which the filesystem was opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from efs.clock import Clock
-from efs.osio import Io
+from efs.ask import all_of, tables_of
+from efs.background import Background
+from efs.clock import Clock, Deadline, SystemClock
+from efs.cluster import (
+    StoreConfig,
+    absent_because,
+    check_node_id,
+    init_store,
+    read_store_config,
+    tolerable,
+)
+from efs.codec import Codec
+from efs.contract import ABSENT, Node
+from efs.errors import EfsError, InvalidArgument, StoreClosed
+from efs.health import Health, NodeState
+from efs.limits import CLOSE_MS, INFO_DEADLINE_MS, KEY_BYTES, MAX_KEYS_PER_CALL, STRIPE_SHARDS
+from efs.match import Matcher
+from efs.memory import flat_bytes
+from efs.mend import Mender
+from efs.metrics import CounterFile
+from efs.nodedir import COUNTERS_FILE, NodePlace, OwnerLock
+from efs.osio import Io, SystemIo
+from efs.reader import Reader
 from efs.shape import BlockShape
-from efs.types import GetReport, NodeInfo, PutItem, PutReport
+from efs.stripe import ShardReport, shards_of
+from efs.types import DropItem, GetReport, NodeInfo, PutItem, PutReport
+from efs.writer import Writer, check_items
 
 __all__ = ["FileSystem", "OnSegment", "PutItem"]
 
 OnSegment = Callable[[int, int], None]
 
+_LOG = logging.getLogger(__name__)
+
 
 class FileSystem:
-    """Get, put and match by key. Knows nothing of tokens or models."""
+    """Get, put, match and drop by key."""
+
+    def __init__(self, nodes: Sequence[Node | None], *, codec: Codec, counters: CounterFile, clock: Clock,
+                 config: StoreConfig | None = None, lock: OwnerLock | None = None,
+                 problems: Mapping[int, str] | None = None) -> None:
+        """Over nodes that are open already; `open` is the way to a store on disk. Must run on the loop."""
+        self._nodes = tuple(nodes)
+        self._clock = clock
+        self._config = config
+        self._lock = lock
+        self._closed = False
+        self.counters = counters
+        self.problems = dict(problems or {})
+        self.health = Health(nodes, clock)
+        self.mender = Mender(nodes, self.health, codec, counters, clock)
+        self._reader = Reader(nodes, codec, counters, clock, self.mender.report)
+        self._writer = Writer(nodes, self.health, codec, counters, clock)
+        self._matcher = Matcher(nodes, self.health)
+        self._background = Background()
+        self._background.start("mend", self.mender.run)
 
     @classmethod
-    def init(cls, root: str, capacity_bytes: int, *, node_paths: Sequence[str] | None = None, durability: str = "process",
-             extent_bytes: int | None = None, io: Io | None = None, clock: Clock | None = None) -> list[str]:
-        """Make a store; returns warnings (such as: all nodes share one device). StoreExists for a place that is not empty."""
-        raise NotImplementedError
+    def init(cls, root: str, capacity_bytes: int, *, node_paths: Sequence[str] | None = None,
+             durability: str = "process", extent_bytes: int | None = None, io: Io | None = None,
+             clock: Clock | None = None) -> list[str]:
+        """Make a store; returns warnings (such as: all nodes share one device).
+
+        StoreExists for a place that is not empty, InvalidArgument for a capacity that is too small or a wrong setting,
+        OpenFailed for a path that cannot be made; in the first two cases nothing was changed.
+        """
+        return init_store(io or SystemIo(), root, capacity_bytes, node_paths=node_paths, durability=durability,
+                          extent_bytes=extent_bytes)
 
     @classmethod
-    async def open(cls, root: str, *, io: Io | None = None, clock: Clock | None = None, mapped: bool = False) -> FileSystem:
+    async def open(cls, root: str, *, io: Io | None = None, clock: Clock | None = None,
+                   mapped: bool = False) -> FileSystem:
         """Own the store and its node directories. An absent node directory is a degraded node, never made anew.
 
         mapped: read slabs through memory maps (a failing disk then ends the process with SIGBUS) instead of preadv.
+        StoreNotFound, Locked, IdentityMismatch, FormatUnsupported, CorruptRecord or OpenFailed name the path.
         """
-        raise NotImplementedError
+        io, clock = io or SystemIo(), clock or SystemClock()
+        root = os.path.abspath(root)
+        config = read_store_config(io, root)
+        lock = OwnerLock.take(io, root)
+        counters: CounterFile | None = None
+        nodes: dict[int, Node] = {}
+        try:
+            codec = Codec()
+            counters = CounterFile.open(os.path.join(root, COUNTERS_FILE), writable=True, io=io)
+            problems = await _open_nodes(config, io, clock, mapped, nodes)
+            counters.add("nodes_degraded", len(problems))
+            placed = [nodes.get(index) for index in range(STRIPE_SHARDS)]
+            return cls(placed, codec=codec, counters=counters, clock=clock, config=config, lock=lock, problems=problems)
+        except BaseException:
+            await _close_nodes(list(nodes.values()))
+            if counters is not None:
+                counters.close()
+            lock.release()
+            raise
+
+    # -- blocks -------------------------------------------------------------------------------------------------
 
     async def get_into(self, keys: Sequence[bytes], shape: BlockShape, out: Any, *, on_segment: OnSegment | None = None,
                        deadline_ms: float) -> GetReport:
-        """Fetch blocks into a segment-major buffer of len(keys) · block_bytes."""
-        raise NotImplementedError
+        """Fetch blocks into a segment-major buffer of len(keys) · block_bytes.
+
+        on_segment(i, leading_blocks) runs once for each segment, in order, when it is settled. Bytes of blocks that are
+        not ok are undefined. InvalidArgument for a wrong key, deadline or buffer; a missing block is a value.
+        """
+        deadline = self._begin(keys, deadline_ms)
+        target = flat_bytes(out, "out", len(keys) * shape.block_bytes, writable=True)
+        return await self._reader.get_into(keys, shape, target.data, on_segment, deadline)
 
     async def put(self, items: Sequence[PutItem], shape: BlockShape, blocks: Any, *, deadline_ms: float) -> PutReport:
-        """Store blocks from a block-major buffer."""
-        raise NotImplementedError
+        """Store blocks from a block-major buffer of len(items) · block_bytes.
+
+        The buffer must not change before the return and is not referred to after it. InvalidArgument for a wrong item,
+        deadline or buffer; a block that could not be stored is counted in the report.
+        """
+        self._require_open()
+        deadline = Deadline.after_ms(self._clock, deadline_ms)
+        check_items(items)
+        source = flat_bytes(blocks, "blocks", len(items) * shape.block_bytes)
+        return await self._writer.put(items, shape, source.reshape(len(items), shape.block_bytes), deadline)
 
     async def match(self, keys: Sequence[bytes], *, strict: bool = False, deadline_ms: float) -> int:
-        """How many leading keys are present, by metadata alone."""
-        raise NotImplementedError
+        """How many leading keys are present, by metadata alone: a promise that the fetch may correct."""
+        deadline = self._begin(keys, deadline_ms)
+        found = await self._matcher.match(keys, strict, deadline)
+        self.counters.add("match_calls")
+        self.counters.add("match_blocks", found)
+        return found
+
+    async def drop(self, keys: Sequence[bytes], *, deadline_ms: float) -> int:
+        """Remove every version of these blocks from the nodes that can be reached; returns of how many keys something
+        was removed. What unreachable nodes hold stays; as long as they are at most two, it is not readable."""
+        deadline = self._begin(keys, deadline_ms)
+        nodes = self._reachable()
+        tables, _ = await tables_of({index: (node, keys) for index, node in nodes.items()}, self.health, deadline,
+                                    len(nodes))
+        dropped: set[bytes] = set()
+        calls: dict[int, Coroutine[Any, Any, int]] = {}
+        for index, table in tables.items():
+            rows = [row for row, location in enumerate(table.location.tolist()) if location != ABSENT]
+            items = [DropItem(keys[row], table.digest[row].tobytes(), int(table.generation[row])) for row in rows]
+            items += [DropItem(keys[row.row], row.digest, row.generation) for row in table.extra]
+            dropped.update(item.key for item in items)
+            if items:
+                calls[index] = nodes[index].drop(items, deadline)
+        await all_of(calls, deadline, len(calls))
+        return len(dropped)
+
+    # -- looking closer -----------------------------------------------------------------------------------------
+
+    async def look_up_all(self, key: bytes, *, deadline_ms: float) -> tuple[ShardReport, ...]:
+        """Every record under a key on every node that can be reached, its payload read and checked."""
+        deadline = self._begin([key], deadline_ms)
+        return await shards_of(self._reachable(), key, self.health, deadline)
 
     async def nodes(self) -> list[NodeInfo]:
-        raise NotImplementedError
+        """The twelve nodes: identity, fill, and state as `efs.health` names it. A node that is absent or does not
+        answer has zeros for what only it could say."""
+        self._require_open()
+        deadline = Deadline.after_ms(self._clock, INFO_DEADLINE_MS)
+        present = {index: node for index, node in enumerate(self._nodes) if node is not None}
+        calls = {index: node.info(deadline) for index, node in present.items()}
+        answers, _ = await all_of(calls, deadline, len(calls))
+        return [self._described(index, answers.get(index)) for index in range(STRIPE_SHARDS)]
+
+    def _described(self, index: int, info: NodeInfo | None) -> NodeInfo:
+        state = self.health.state(index)
+        if info is None:
+            node_id = self._config.node_ids[index] if self._config is not None else ""
+            silent = NodeState.SUSPECT if state is NodeState.SERVING else state
+            return NodeInfo(index, node_id, silent, 0, 0, 0, 0, 0, 0)
+        own = info.state if state is NodeState.SERVING else state
+        return NodeInfo(info.node_index, info.node_id, own, info.capacity_bytes, info.live_bytes, info.extents_used,
+                        info.extents_total, info.records, info.unverified)
+
+    # -- the end ------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        raise NotImplementedError
+        """Sync, mark clean and give everything back, in bounded time. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._background.close()
+            await self._writer.close()
+            await _close_nodes([node for node in self._nodes if node is not None])
+        finally:
+            self.counters.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreClosed("the store is closed")
+
+    def _begin(self, keys: Sequence[bytes], deadline_ms: float) -> Deadline:
+        """The checks that every call on keys begins with."""
+        self._require_open()
+        if len(keys) > MAX_KEYS_PER_CALL:
+            raise InvalidArgument(f"{len(keys)} keys in one call, at most {MAX_KEYS_PER_CALL}")
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise InvalidArgument(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
+        return Deadline.after_ms(self._clock, deadline_ms)
+
+    def _reachable(self) -> dict[int, Node]:
+        return {index: node for index in self.health.readable() if (node := self._nodes[index]) is not None}
+
+
+async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,
+                      opened: dict[int, Node]) -> dict[int, str]:
+    """Open all nodes at once into `opened`; returns why others are left out. Raises what is not tolerable, and then too
+    every node that was opened is in `opened`."""
+    from efs.node import DirectoryNode
+
+    problems: dict[int, str] = {}
+
+    async def one(index: int, path: str) -> None:
+        why = absent_because(path)
+        if why is not None:
+            problems[index] = why
+            return
+        try:
+            check_node_id(io, path, config.node_ids[index])
+            opened[index] = await DirectoryNode.open(path, NodePlace(config.cluster_id, 0, index), io=io, clock=clock,
+                                                     durability=config.durability, mapped=mapped)
+        except EfsError as error:
+            if not tolerable(error):
+                raise
+            problems[index] = str(error)
+
+    results = await asyncio.gather(*(one(index, path) for index, path in enumerate(config.node_paths)),
+                                   return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    for index, why in sorted(problems.items()):
+        _LOG.warning("the store is opened without node %d: %s", index, why)
+    return problems
+
+
+async def _close_nodes(nodes: Sequence[Node]) -> None:
+    """Close nodes side by side, for CLOSE_MS at most; what hangs is left behind."""
+    tasks = [asyncio.create_task(node.close()) for node in nodes]
+    if not tasks:
+        return
+    _, late = await asyncio.wait(tasks, timeout=CLOSE_MS / 1000)
+    for task in late:
+        task.cancel()
+    for task, node in zip(tasks, nodes, strict=True):
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.warning("node %d was not closed cleanly: %s", node.node_index, error)

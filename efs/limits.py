@@ -119,6 +119,10 @@ PROBE_BACKOFF_MS: Final = 250.0
 MAX_PROBE_BACKOFF_MS: Final = 8_000.0
 HOLLOW_GRACE_MS: Final = 2 * MAX_DEADLINE_MS
 """A sweep never takes a stripe younger than this for hollow: its put may still be running."""
+CLOSE_MS: Final = 5_000.0
+"""Most that closing a store waits for its nodes; one that hangs is left to its daemon threads."""
+INFO_DEADLINE_MS: Final = 1_000
+"""For asking a node what it is and how full."""
 STAMP_SECONDS: Final = 60
 """Resolution of access times."""
 STAMP_FLUSH_MS: Final = 5_000.0

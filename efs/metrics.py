@@ -41,6 +41,8 @@ COUNTERS: tuple[str, ...] = (
     "node_put_records", "node_put_known", "node_evicted", "node_dropped", "node_full", "node_io_errors",
     "node_read_only", "node_suspect", "node_torn_entries", "node_index_mismatch", "node_index_rebuilt",
     "node_unverified_checked", "node_verify_failed", "node_mended", "staged_reads", "node_queue_refused",
+    # the store, as its owner sees it: nodes left out at an opening
+    "nodes_degraded",
 )
 
 

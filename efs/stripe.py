@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from efs.ask import all_of
+from efs.ask import all_of, tables_of
 from efs.checksum import xxh3_64
 from efs.clock import Deadline
-from efs.contract import Landing, Node, Span, Stride
-from efs.errors import CorruptRecord
+from efs.contract import ABSENT, Landing, Node, NodeTable, Span, Stride
+from efs.errors import CorruptRecord, EfsError
+from efs.health import Health
 from efs.limits import DIGEST_BYTES, MAX_VERSIONS_PER_KEY
+from efs.placement import node_of_shard, placement_group, rotation_of
 from efs.shard import Header, parse_header
 from efs.types import ListedRecord
 
@@ -72,3 +74,46 @@ async def sound_shards(nodes: Mapping[int, Node], records: Mapping[int, ListedRe
     calls = {index: read_sound(nodes[index], record, deadline) for index, record in records.items()}
     results, _ = await all_of(calls, deadline, enough)
     return {index: shard for index, shard in results.items() if shard is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """One record as `inspect` shows it.
+
+    in_place: the shard is the one that this node must hold of this key. trusted: the node vouches for the payload since
+    its last unclean boot. sound: header and payload were read and agree; None when the node could not be asked.
+    """
+
+    node_index: int
+    record: ListedRecord
+    in_place: bool
+    trusted: bool
+    sound: bool | None
+
+
+async def shards_of(nodes: Mapping[int, Node], key: bytes, health: Health,
+                    deadline: Deadline) -> tuple[ShardReport, ...]:
+    """Every record of a key on these nodes, by digest, then shard, then node."""
+    tables, _ = await tables_of({index: (node, [key]) for index, node in nodes.items()}, health, deadline, len(nodes))
+    rotation = rotation_of(placement_group(key))
+    reports = []
+    for index, records in (await records_of(nodes, key, deadline, len(nodes))).items():
+        trusted = _trusted(tables.get(index))
+        for record in records:
+            try:
+                sound: bool | None = await read_sound(nodes[index], record, deadline) is not None
+            except EfsError:
+                sound = None
+            in_place = node_of_shard(record.shard, rotation) == index
+            reports.append(ShardReport(index, record, in_place, record.digest in trusted, sound))
+    return tuple(sorted(reports, key=lambda report: (report.record.digest, report.record.shard, report.node_index)))
+
+
+def _trusted(table: NodeTable | None) -> set[bytes]:
+    """The digests that a table of one key vouches for."""
+    if table is None:
+        return set()
+    digests = {row.digest for row in table.extra if row.trusted}
+    if table.location[0] != ABSENT and table.trusted[0]:
+        digests.add(table.digest[0].tobytes())
+    return digests

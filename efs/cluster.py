@@ -1,0 +1,245 @@
+"""The store: its root directory, its twelve nodes, who owns it, and which of the nodes are there.
+
+    store.toml      below; written last, so a root in which `init` was interrupted is no store
+    tenants.toml    the tenants file, 0600 (`kvstore/tenants.py`)
+    lock            flock of the owner, holds its process id
+    counters        what the client counts (`efs/metrics.py`)
+    nodes/00 … 11   node directories, unless they were given places of their own
+
+store.toml, format version 1:
+
+    format_version = 1
+    cluster_id = "32 hex digits"
+    capacity_bytes = raw bytes of all nodes together
+    durability = "process" or "power"
+    extent_bytes = bytes of an extent
+
+    [[node]]                        twelve times, in the order of their index
+    path = "nodes/00"               below the root, or absolute
+    id = "32 hex digits"
+
+A node is opened in its place only: another cluster id, index or node id in its node.toml means that the directory was
+moved, swapped, cloned or belongs to another store, and the whole store is refused. So are a node of another format
+version, a node that another process owns, and failures that lie with this process or its rights (files, memory,
+permissions): they would turn a working store into a degraded one. A node whose directory is absent or damaged is
+left out, listed with the reason, and never made anew: an empty directory under a mount point is an unmounted disk.
+
+What was taken is given back when opening fails, in the opposite order.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from efs.errors import (
+    CorruptRecord,
+    EfsError,
+    FormatUnsupported,
+    IdentityMismatch,
+    InvalidArgument,
+    Locked,
+    OpenFailed,
+    StoreExists,
+    StoreNotFound,
+)
+from efs.limits import FORMAT_VERSION, STRIPE_SHARDS
+from efs.nodedir import NODE_FILE, NodePlace, create_directory, machine_boot_id, plan_node, read_config
+from efs.osio import Io, read_file, replace_file, sync_directory
+
+STORE_FILE: Final = "store.toml"
+NODES_DIRECTORY: Final = "nodes"
+DURABILITIES: Final = ("process", "power")
+MOST_FILE_BYTES: Final = 1 << 20
+OWN_FAULTS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Failures to open a node that say nothing about the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """What store.toml says. `node_paths` are absolute, or relative to where the root is looked for."""
+
+    cluster_id: str
+    capacity_bytes: int
+    durability: str
+    extent_bytes: int
+    node_paths: tuple[str, ...]
+    node_ids: tuple[str, ...]
+
+
+# -- Making a store -------------------------------------------------------------------------------------------------
+
+
+def init_store(io: Io, root: str, capacity_bytes: int, *, node_paths: Sequence[str] | None, durability: str,
+               extent_bytes: int | None, source: random.Random | None = None,
+               device_of: Callable[[str], int] = lambda path: os.stat(path).st_dev) -> list[str]:
+    """Make a store and return warnings. Everything is checked before anything is made.
+
+    InvalidArgument for a wrong setting, StoreExists for a place that is not empty, OpenFailed names the path.
+    """
+    if durability not in DURABILITIES:
+        raise InvalidArgument(f"durability is {durability!r}, must be process or power")
+    plan = plan_node(capacity_bytes // STRIPE_SHARDS, extent_bytes)
+    source = source or random.SystemRandom()
+    paths, written = _places(root, node_paths)
+    for path in [root, *paths]:
+        _require_empty(io, path)
+    cluster_id, *node_ids = (f"{source.getrandbits(128):032x}" for _ in range(1 + STRIPE_SHARDS))
+    boot_id = machine_boot_id()
+    try:
+        _make_directories(io, root)
+        if node_paths is None:
+            io.mkdir(os.path.join(root, NODES_DIRECTORY))
+        for index, (path, node_id) in enumerate(zip(paths, node_ids, strict=True)):
+            create_directory(io, path, NodePlace(cluster_id, 0, index), node_id, plan, boot_id)
+        config = StoreConfig(cluster_id, capacity_bytes, durability, plan.extent_bytes, written, tuple(node_ids))
+        replace_file(io, root, STORE_FILE, _render(config))
+        sync_directory(io, os.path.dirname(os.path.abspath(root)))
+        return device_warnings([device_of(path) for path in paths])
+    except OSError as error:
+        raise OpenFailed(root, error) from error
+
+
+def _places(root: str, node_paths: Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:
+    """The node directories, and how store.toml names them."""
+    if node_paths is None:
+        written = tuple(os.path.join(NODES_DIRECTORY, f"{index:02d}") for index in range(STRIPE_SHARDS))
+        return [os.path.join(root, name) for name in written], written
+    if len(node_paths) != STRIPE_SHARDS:
+        raise InvalidArgument(f"{len(node_paths)} node directories given, must be {STRIPE_SHARDS}")
+    paths = [os.path.abspath(path) for path in node_paths]
+    real = [os.path.realpath(path) for path in [root, *paths]]
+    for at, path in enumerate(real):
+        if not path.isprintable():
+            raise InvalidArgument(f"the path {path!r} has characters that store.toml cannot hold")
+        for other in real[at + 1 :]:
+            if other == path or (at > 0 and os.path.commonpath((path, other)) in (path, other)):
+                raise InvalidArgument(f"{path} and {other} cannot both be directories of the store")
+    return paths, tuple(paths)
+
+
+def _require_empty(io: Io, path: str) -> None:
+    try:
+        if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or io.listdir(path)):
+            raise StoreExists(path)
+    except OSError as error:
+        raise OpenFailed(path, error) from error
+
+
+def _make_directories(io: Io, path: str) -> None:
+    """A directory and whatever is missing above it."""
+    missing = []
+    path = os.path.abspath(path)
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        io.mkdir(directory)
+
+
+def device_warnings(devices: Sequence[int]) -> list[str]:
+    """What a shared device costs, for each device that holds several nodes."""
+    warnings = []
+    for device in dict.fromkeys(devices):
+        nodes = [index for index, other in enumerate(devices) if other == device]
+        if len(nodes) == len(devices):
+            warnings.append("all nodes share one device: the store does not survive its loss")
+        elif len(nodes) > 2:
+            named = ", ".join(map(str, nodes))
+            warnings.append(f"nodes {named} share one device: the store does not survive its loss")
+        elif len(nodes) == 2:
+            warnings.append(f"nodes {nodes[0]} and {nodes[1]} share one device: its loss leaves no other node to lose")
+    return warnings
+
+
+# -- store.toml -----------------------------------------------------------------------------------------------------
+
+
+def _render(config: StoreConfig) -> bytes:
+    lines = [
+        f"format_version = {FORMAT_VERSION}",
+        f'cluster_id = "{config.cluster_id}"',
+        f"capacity_bytes = {config.capacity_bytes}",
+        f'durability = "{config.durability}"',
+        f"extent_bytes = {config.extent_bytes}",
+    ]
+    for path, node_id in zip(config.node_paths, config.node_ids, strict=True):
+        lines += ["", "[[node]]", f"path = {json.dumps(path, ensure_ascii=False)}", f'id = "{node_id}"']
+    return ("\n".join(lines) + "\n").encode()
+
+
+def read_store_config(io: Io, root: str) -> StoreConfig:
+    """The settings of a store, its node paths joined to the root. StoreNotFound when there is none; OpenFailed,
+    FormatUnsupported or CorruptRecord, naming the file, when it cannot be used."""
+    file = os.path.join(root, STORE_FILE)
+    try:
+        data = read_file(io, file, MOST_FILE_BYTES)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        why = "no store.toml in it" if os.path.isdir(root) else "there is no such directory"
+        raise StoreNotFound(root, why) from error
+    except OSError as error:
+        raise OpenFailed(file, error) from error
+    try:
+        values = tomllib.loads(data.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise CorruptRecord(f"{file}: {error}") from error
+    version = values.get("format_version")
+    if version != FORMAT_VERSION:
+        raise FormatUnsupported(file, version, FORMAT_VERSION)
+    return _parse(file, root, values)
+
+
+def _parse(file: str, root: str, values: dict[str, object]) -> StoreConfig:
+    def field(table: dict[str, object], name: str, kind: type) -> object:
+        value = table.get(name)
+        if type(value) is not kind:
+            raise CorruptRecord(f"{file}: {name} is {value!r}")
+        return value
+
+    listed = field(values, "node", list)
+    assert isinstance(listed, list)
+    if len(listed) != STRIPE_SHARDS or not all(isinstance(table, dict) for table in listed):
+        raise CorruptRecord(f"{file}: {len(listed)} nodes, expected {STRIPE_SHARDS}")
+    if values.get("durability") not in DURABILITIES:
+        raise CorruptRecord(f"{file}: durability is {values.get('durability')!r}")
+    capacity, extent = field(values, "capacity_bytes", int), field(values, "extent_bytes", int)
+    assert isinstance(capacity, int)
+    assert isinstance(extent, int)
+    return StoreConfig(
+        str(field(values, "cluster_id", str)), capacity, str(values["durability"]), extent,
+        tuple(os.path.join(root, str(field(table, "path", str))) for table in listed),
+        tuple(str(field(table, "id", str)) for table in listed),
+    )
+
+
+# -- Opening nodes --------------------------------------------------------------------------------------------------
+
+
+def absent_because(path: str) -> str | None:
+    """Why there is no node at a path, None when there is one."""
+    if not os.path.isdir(path):
+        return f"{path} is not there"
+    if not os.path.lexists(os.path.join(path, NODE_FILE)):
+        return f"{path} holds no {NODE_FILE}"
+    return None
+
+
+def check_node_id(io: Io, path: str, expected: str) -> None:
+    """IdentityMismatch when a node directory in the right place is not the one that the store was made with."""
+    found = read_config(io, path).node_id
+    if found != expected:
+        raise IdentityMismatch(path, "node id", found, expected)
+
+
+def tolerable(error: EfsError) -> bool:
+    """Whether a store may be opened without the node that failed like this."""
+    if isinstance(error, Locked | IdentityMismatch | FormatUnsupported | InvalidArgument):
+        return False
+    cause = error.__cause__
+    return not (isinstance(cause, OSError) and cause.errno in OWN_FAULTS)
