@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 
 INTERRUPTED_WAIT_S: Final = 1.0
 LEFTOVERS_WAIT_S: Final = 0.5
+LOOK_UP_S: Final = 0.2
+"""A signal that arrives in the instant before a thread goes to sleep does not wake it; so a waiting caller looks up."""
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -63,7 +65,7 @@ class LoopThread:
             tasks: list[asyncio.Task[Result]] = []
             self._loop.call_soon_threadsafe(self._begin, work, outcome, tasks)
         try:
-            return outcome.result(timeout_s)
+            return _result(outcome, timeout_s)
         except BaseException:
             if not outcome.done():
                 # After a timeout the caller has waited long enough.
@@ -128,3 +130,19 @@ class LoopThread:
                 self._loop.close()
             for outcome in stranded:
                 outcome.set_exception(StoreClosed("the store was closed during the call"))
+
+
+def _result(outcome: Future[Result], timeout_s: float | None) -> Result:
+    """The outcome's result or exception; TimeoutError when there is neither after `timeout_s`."""
+    left_s = timeout_s
+    while True:
+        slice_s = LOOK_UP_S if left_s is None else min(LOOK_UP_S, left_s)
+        try:
+            return outcome.result(slice_s)
+        except TimeoutError:
+            if outcome.done():
+                return outcome.result()
+        if left_s is not None:
+            left_s -= slice_s
+            if left_s <= 0:
+                raise TimeoutError(f"no result within {timeout_s} s")

@@ -34,8 +34,12 @@ from kvstore.tenants import find_tenant
 
 CLOSE_WAIT_S: Final = 10.0
 """Most that closing a blocking store waits for the filesystem, whose own waits are shorter."""
-EXIT_WAIT_S: Final = 0.4
-"""The same at interpreter exit, for each of two steps: a process must end within a second while a disk hangs."""
+EXIT_CLOSE_WAIT_S: Final = 0.6
+EXIT_STOP_WAIT_S: Final = 0.1
+"""The same at interpreter exit, for the filesystem and then for the thread."""
+
+# A process must end within a second while a disk hangs.
+assert EXIT_CLOSE_WAIT_S + EXIT_STOP_WAIT_S < 1.0
 
 
 class UnsupportedUrl(InvalidArgument):
@@ -198,7 +202,7 @@ class BlockingKVStore:
             self._thread.stop(CLOSE_WAIT_S)
             raise
         # Runs when the object is gone and at interpreter exit, whichever is first; so it must not refer to self.
-        self._finalizer = weakref.finalize(self, _close, self._store, self._thread, EXIT_WAIT_S)
+        self._finalizer = weakref.finalize(self, _close, self._store, self._thread, EXIT_CLOSE_WAIT_S, EXIT_STOP_WAIT_S)
 
     @property
     def root(self) -> str:
@@ -240,7 +244,7 @@ class BlockingKVStore:
     def close(self) -> None:
         """Close the store and end its thread; a second close, and one in a forked child, does nothing."""
         if self._finalizer.detach() is not None:
-            _close(self._store, self._thread, CLOSE_WAIT_S)
+            _close(self._store, self._thread, CLOSE_WAIT_S, CLOSE_WAIT_S)
 
     def __enter__(self) -> BlockingKVStore:
         return self
@@ -250,16 +254,16 @@ class BlockingKVStore:
         self.close()
 
 
-def _close(store: KVStore, thread: LoopThread, wait_s: float) -> None:
-    """Close a blocking store within about twice `wait_s`; what still hangs then is left to its daemon threads."""
+def _close(store: KVStore, thread: LoopThread, close_wait_s: float, stop_wait_s: float) -> None:
+    """Close a blocking store within these waits; what still hangs then is left to its daemon threads."""
     if os.getpid() != thread.pid:
         return
     try:
-        thread.call(store.close(), wait_s)
+        thread.call(store.close(), close_wait_s)
     except TimeoutError:
         pass
     finally:
-        thread.stop(wait_s)
+        thread.stop(stop_wait_s)
 
 
 def _check_process(pid: int) -> None:

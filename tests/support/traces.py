@@ -44,7 +44,8 @@ class Request:
     def tokens(self) -> NDArray[np.uint32]:
         """Token ids of the full blocks, different for each block id."""
         ids = np.asarray(self.blocks, dtype=np.uint32)[:, None] * np.uint32(BLOCK_TOKENS)
-        return (ids + np.arange(BLOCK_TOKENS, dtype=np.uint32)).reshape(-1)
+        tokens: NDArray[np.uint32] = np.add(ids, np.arange(BLOCK_TOKENS, dtype=np.uint32), dtype=np.uint32)
+        return tokens.reshape(-1)
 
 
 def read_trace(trace: TraceFormat) -> Iterator[Request]:

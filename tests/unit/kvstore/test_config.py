@@ -78,7 +78,8 @@ def test_defaults_are_their_own_source() -> None:
 
 def test_the_stronger_source_wins_and_is_named(tmp_path: Path) -> None:
     file = tmp_path / "kvstore.toml"
-    file.write_text('store = "/from/file"\ncapacity = "10GiB"\nput_deadline_ms = 1\nget_deadline_ms = 1.5\nmapped = true')
+    lines = ['store = "/from/file"', 'capacity = "10GiB"', "put_deadline_ms = 1", "get_deadline_ms = 1.5"]
+    file.write_text("\n".join([*lines, "mapped = true"]))
     environ = {"KVSTORE_STORE": "/from/environment", "KVSTORE_PUT_DEADLINE_MS": "2", "HOME": "/"}
     config = Config.load(str(file), environ=environ, arguments={"put_deadline_ms": 3, "capacity": None})
     assert sources(config) == {
@@ -138,7 +139,7 @@ def test_yes_and_no_have_several_words(text: str, value: bool) -> None:
         ({}, {"sources": ()}, "argument: unknown setting 'sources'"),
     ],
 )
-def test_a_mistake_names_setting_and_source(environ: dict[str, str], arguments: dict[str, object], message: str) -> None:
+def test_a_mistake_names_setting_and_source(environ: dict[str, str], arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError) as caught:
         Config.load(environ=environ, arguments=arguments)
     assert message in str(caught.value)

@@ -46,7 +46,8 @@ def test_digest_is_that_of_the_documented_fields() -> None:
     def field(tag: int, value: bytes) -> bytes:
         return bytes([tag]) + len(value).to_bytes(4, "little") + value
 
-    message = field(1, b"f") + field(2, b"d") + field(3, (2).to_bytes(8, "little")) + field(4, (6).to_bytes(8, "little"))
+    message = field(1, b"f") + field(2, b"d") + field(3, (2).to_bytes(8, "little"))
+    message += field(4, (6).to_bytes(8, "little"))
     message += field(5, (1).to_bytes(4, "little"))
     for name, size in ((b"a", 1), (b"b", 3), (b"c", 2)):
         message += field(6, size.to_bytes(8, "little") + name)

@@ -1,4 +1,4 @@
-"""What the package shows: names and signatures that others build on. A change here is a change of the public interface."""
+"""What the package shows: names and signatures that others build on. A change here changes the public interface."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_verbs_of_both_stores_take_the_same_arguments() -> None:
 
 
 def test_arguments_of_keys_and_plans() -> None:
-    assert parameters(Namespace) == ["model", "weights", "layout", "parallel", "group", "tenant", "generation", "secret"]
+    assert parameters(Namespace) == [
+        "model", "weights", "layout", "parallel", "group", "tenant", "generation", "secret",
+    ]  # fmt: skip
     assert parameters(Namespace.chain) == ["tokens", "*images", "*lora", "*salt"]
     assert parameters(Namespace.bind) == ["engine_hashes", "start", "*run_head"]
     assert parameters(BlockLayout.opaque) == ["block_bytes", "block_tokens"]
@@ -50,7 +52,9 @@ def test_arguments_of_keys_and_plans() -> None:
 def test_fields_of_reports() -> None:
     assert parameters(HitPlan) == ["matched", "hit", "replay", "suffix"]
     assert parameters(PutReport) == ["acked", "already", "failed", "at_risk"]
-    assert parameters(GetReport) == ["blocks", "ok", "rebuilt", "hedged", "corrupt", "missing", "raced", "bytes", "seconds"]
+    assert parameters(GetReport) == [
+        "blocks", "ok", "rebuilt", "hedged", "corrupt", "missing", "raced", "bytes", "seconds",
+    ]  # fmt: skip
 
 
 def test_the_store_does_not_import_torch() -> None:

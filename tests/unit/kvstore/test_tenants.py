@@ -40,12 +40,13 @@ def written(root: str, text: str, mode: int = 0o600) -> Path:
 
 def entry(**fields: object) -> str:
     values = {"name": '"acme"', "generation": 0, "secret": f'"{"00" * 32}"', **fields}
-    return "version = 1\n[[tenant]]\n" + "\n".join(f"{name} = {value}" for name, value in values.items() if value != "-")
+    lines = [f"{name} = {value}" for name, value in values.items() if value != "-"]
+    return "\n".join(["version = 1", "[[tenant]]", *lines])
 
 
 def test_a_store_without_the_file_has_no_tenants(root: str) -> None:
     assert list_tenants(root) == []
-    with pytest.raises(InvalidArgument, match="^no tenant 'acme' in this store$"):
+    with pytest.raises(InvalidArgument, match=r"^no tenant 'acme' in this store$"):
         find_tenant(root, "acme")
 
 
@@ -118,7 +119,7 @@ def test_secret_is_shown_nowhere(root: str) -> None:
 def test_a_file_that_others_have_rights_to_is_refused(root: str, mode: int) -> None:
     path = written(root, entry(), mode)
     for call in (list_tenants, lambda at: add_tenant(at, "b"), lambda at: find_tenant(at, "acme")):
-        with pytest.raises(InvalidArgument, match=f"^{path} has mode {mode:04o}; it holds secrets, make it 0600$"):
+        with pytest.raises(InvalidArgument, match=rf"^{path} has mode {mode:04o}; it holds secrets, make it 0600$"):
             call(root)
 
 
@@ -127,7 +128,7 @@ def test_a_link_is_not_followed(root: str, tmp_path: Path) -> None:
     target.write_text(entry())
     target.chmod(0o600)
     (tmp_path / TENANTS_FILE).symlink_to(target)
-    with pytest.raises(InvalidArgument, match=f"^{tmp_path / TENANTS_FILE}: ") as caught:
+    with pytest.raises(InvalidArgument, match=rf"^{tmp_path / TENANTS_FILE}: ") as caught:
         list_tenants(root)
     assert isinstance(caught.value.__cause__, OSError)
     assert "\n" not in str(caught.value)
@@ -187,7 +188,7 @@ def test_a_name_that_cannot_be_is_refused(root: str, name: str) -> None:
 
 def test_a_name_that_exists_is_refused_and_keeps_its_secret(root: str) -> None:
     tenant = add_tenant(root, "acme")
-    with pytest.raises(InvalidArgument, match="^tenant acme exists already$"):
+    with pytest.raises(InvalidArgument, match=r"^tenant acme exists already$"):
         add_tenant(root, "acme")
     assert list_tenants(root) == [tenant]
 
