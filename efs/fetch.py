@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +31,7 @@ from efs.limits import FANOUT, STRIPE_SHARDS, UNIT_BLOCKS
 from efs.pinning import Pins
 from efs.placement import placement_group, rotation_of, runs, spare_shard_of
 from efs.shape import BlockShape
-from efs.shard import LOCAL_BYTES, entry_dtype, header_bytes
+from efs.shard import header_dtype
 from efs.target import Target
 from efs.types import GetReport
 from efs.unitread import ReadContext, Tally, UnitReads, stretches
@@ -41,24 +40,6 @@ OnSegment = Callable[[int, int], None]
 
 YIELD_SECONDS = 0.002
 """The loop gets its turn after this much uninterrupted work."""
-
-
-@lru_cache(maxsize=64)
-def header_dtype(segments: int) -> np.dtype[np.void]:
-    """The header fields of `shard.entry_dtype` at the header's own offsets."""
-    fields = [
-        (name, spec[0], spec[1] - LOCAL_BYTES)
-        for name, spec in (entry_dtype(segments).fields or {}).items()
-        if spec[1] >= LOCAL_BYTES and name != "header"
-    ]
-    return np.dtype(
-        {
-            "names": [name for name, _, _ in fields],
-            "formats": [kind for _, kind, _ in fields],
-            "offsets": [offset for _, _, offset in fields],
-            "itemsize": header_bytes(segments),
-        }
-    )
 
 
 class Fetch:

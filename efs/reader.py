@@ -22,7 +22,7 @@ class Reader:
 
     def __init__(self, nodes: Sequence[Node | None], codec: Codec, counters: CounterFile, clock: Clock,
                  report: Callable[[CorruptShard], None]) -> None:
-        self._context = ReadContext(nodes, codec, counters, clock, report)
+        self.context = ReadContext(nodes, codec, counters, clock, report)
 
     async def get_into(self, keys: Sequence[bytes], shape: BlockShape, out: memoryview, on_segment: OnSegment | None,
                        deadline: Deadline) -> GetReport:
@@ -31,7 +31,7 @@ class Reader:
         Returns by the deadline with what was verified until then. Nothing writes to `out` after the return, whether by
         result, exception or cancellation. Bytes of blocks that are not ok are undefined.
         """
-        fetch = Fetch(self._context, keys, shape, out, on_segment, deadline)
+        fetch = Fetch(self.context, keys, shape, out, on_segment, deadline)
         try:
             return await fetch.run()
         finally:

@@ -40,7 +40,9 @@ def test_all_data_in_hand_asks_for_nothing() -> None:
     unit = asked_unit()
     arrive(unit, range(10), 1.0)
     decision = unit.decide(1.0, Lags())
-    assert not decision.rebuild.any() and not decision.dead.any() and decision.ask == ()
+    assert not decision.rebuild.any()
+    assert not decision.dead.any()
+    assert decision.ask == ()
 
 
 def test_lagging_data_shard_is_waited_for_during_the_grace_then_rebuilt() -> None:
@@ -72,7 +74,8 @@ def test_two_lost_shards_make_the_spare_required() -> None:
     unit = asked_unit()
     unit.state[3] = unit.state[7] = Shard.LOST
     decision = unit.decide(1.0, Lags())
-    assert decision.ask == (11,) and not decision.speculative
+    assert decision.ask == (11,)
+    assert not decision.speculative
 
 
 def test_one_lost_and_one_lagging_ask_the_spare_speculatively() -> None:
@@ -81,7 +84,8 @@ def test_one_lost_and_one_lagging_ask_the_spare_speculatively() -> None:
     arrive(unit, [0, 1, 2, 4, 5, 6, 7, 8, 10], 1.0)
     assert unit.decide(1.0, Lags()).ask == ()
     decision = unit.decide(1.0 + GRACE, Lags())
-    assert decision.ask == (11,) and decision.speculative
+    assert decision.ask == (11,)
+    assert decision.speculative
 
 
 def test_two_hung_nodes_ask_the_spare_after_the_grace_and_rebuild_with_it() -> None:
@@ -89,7 +93,8 @@ def test_two_hung_nodes_ask_the_spare_after_the_grace_and_rebuild_with_it() -> N
     arrive(unit, range(2, 11), 1.0)
     assert unit.decide(1.0, Lags()).ask == ()
     decision = unit.decide(1.0 + GRACE, Lags())
-    assert decision.ask == (11,) and decision.speculative
+    assert decision.ask == (11,)
+    assert decision.speculative
     arrive(unit, [11], 1.0 + GRACE)
     assert unit.decide(1.0 + GRACE, Lags()).rebuild.all()
 

@@ -57,10 +57,12 @@ def test_block_is_pinned_as_soon_as_ten_tables_show_it() -> None:
     for node in range(9):
         pins.add(node, table(node, {0: [A], 1: [A], 2: [A]}))
     pins.resolve()
-    assert not pins.pinned.any() and not pins.missed.any()
+    assert not pins.pinned.any()
+    assert not pins.missed.any()
     pins.add(9, table(9, {0: [A], 1: [A], 2: [A]}))
     pins.resolve()
-    assert pins.settled and pins.pinned.all()
+    assert pins.settled
+    assert pins.pinned.all()
     pins.add(10, table(10, {0: [A]}))
     assert pins.location[10].tolist() == [1000, ABSENT, ABSENT]
 
@@ -79,7 +81,8 @@ def test_absent_block_is_a_miss_once_ten_can_no_longer_be_reached() -> None:
 def test_three_nodes_gone_make_every_block_a_miss() -> None:
     pins = Pins(ROTATION)
     fill(pins, {node: {0: [A], 1: [A], 2: [A]} for node in range(12)}, failed=(0, 4, 8))
-    assert pins.settled and pins.missed.all()
+    assert pins.settled
+    assert pins.missed.all()
 
 
 def test_six_shards_of_one_write_and_six_of_another_are_never_combined() -> None:

@@ -1,0 +1,61 @@
+"""A memory twin whose reads of payload wait for a gate or fail: cold pages, hung disks, slow nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from efs.clock import Clock, Deadline
+from efs.contract import Landing, Span
+from efs.errors import NodeUnavailable
+from tests.support.memorynode import MemoryNode
+
+
+class SlowReadNode(MemoryNode):
+    """Payload is never in the page cache here; `read` waits for `gate` before each span.
+
+    reads: spans asked. revoked: spans that found their landing revoked when the gate opened.
+    """
+
+    def __init__(self, node_index: int, clock: Clock) -> None:
+        super().__init__(node_index, clock)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failing = False
+        self.reads = 0
+        self.revoked = 0
+        self._stuck: set[asyncio.Task[None]] = set()
+
+    def read_now(self, span: Span, landing: Landing) -> bool:
+        self._serve()
+        return False
+
+    async def read(self, spans: Sequence[tuple[Span, Landing]], landed: Callable[[int], None],
+                   deadline: Deadline) -> None:
+        """As a thread would: when the caller is cancelled the work goes on and meets the landing later."""
+        task = asyncio.create_task(self._work(spans, landed))
+        self._stuck.add(task)
+        task.add_done_callback(self._stuck.discard)
+        await asyncio.wait((task,), timeout=deadline.left())
+        if not task.done():
+            raise NodeUnavailable(self.node_index, "no answer by the deadline")
+        task.result()
+
+    async def _work(self, spans: Sequence[tuple[Span, Landing]], landed: Callable[[int], None]) -> None:
+        for place, (span, landing) in enumerate(spans):
+            self.reads += 1
+            await self.gate.wait()
+            if self.failing:
+                raise NodeUnavailable(self.node_index, "the disk fails")
+            await asyncio.sleep(0)
+            if landing.revoked:
+                self.revoked += 1
+                continue
+            self._land(span, landing)
+            landed(place)
+
+    async def released(self) -> None:
+        """Open the gate and let everything that was stuck finish."""
+        self.gate.set()
+        while self._stuck:
+            await asyncio.wait(self._stuck)
