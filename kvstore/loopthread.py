@@ -46,14 +46,19 @@ class LoopThread:
         self._loop = new_loop()
         self._lock = threading.Lock()
         self._waiting: set[Future[Any]] = set()
+        self._last: asyncio.Task[Any] | None = None
         self._open = True
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
     def call(self, work: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
         """The result of a coroutine that runs on the loop. TimeoutError after `timeout_s`; the coroutine is then
         cancelled."""
-        if threading.current_thread() is self._thread:
+        if self.is_current():
             work.close()
             raise InvalidArgument("a callback must not call the blocking store whose thread it runs on")
         outcome: Future[Result] = Future()
@@ -79,8 +84,18 @@ class LoopThread:
                 return
             self._open = False
             self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:
+        if not self.is_current():
             self._thread.join(wait_s)
+
+    def stop_after(self, work: Coroutine[Any, Any, object]) -> None:
+        """From this thread itself: run a last coroutine, then end the loop, without waiting for it."""
+        with self._lock:
+            if not self._open:
+                work.close()
+                return
+            self._open = False
+        self._last = self._loop.create_task(work)
+        self._last.add_done_callback(lambda task: self._loop.stop())
 
     def _begin(self, work: Coroutine[Any, Any, Result], outcome: Future[Result],
                tasks: list[asyncio.Task[Result]]) -> None:

@@ -258,6 +258,10 @@ def _close(store: KVStore, thread: LoopThread, close_wait_s: float, stop_wait_s:
     """Close a blocking store within these waits; what still hangs then is left to its daemon threads."""
     if os.getpid() != thread.pid:
         return
+    if thread.is_current():
+        # The last reference went in a callback, or the collector ran there.
+        thread.stop_after(store.close())
+        return
     try:
         thread.call(store.close(), close_wait_s)
     except TimeoutError:

@@ -94,6 +94,20 @@ def test_a_forgotten_store_is_closed(filesystem: MemoryFileSystem, tmp_path: Pat
     assert threads() == []
 
 
+def test_a_store_that_is_forgotten_on_its_own_thread_is_closed(filesystem: MemoryFileSystem, tmp_path: Path) -> None:
+    filesystem.blocks = dict.fromkeys(CHAIN.keys, bytes(8))
+    holder = [KVStore.blocking(tmp_path)]
+    running = threads()
+    assert holder[0].match(CHAIN) == 6
+    loop = holder[0]._thread._loop
+    loop.call_soon_threadsafe(holder.clear)
+    for thread in running:
+        thread.join(10)
+    assert threads() == []
+    assert holder == []
+    assert filesystem.closed
+
+
 def test_mistakes_of_a_caller_come_back_to_it(store: BlockingKVStore) -> None:
     with pytest.raises(InvalidArgument, match=r"^out has 5 bytes, must have 48$"):
         store.get_into(CHAIN, bytearray(5))
