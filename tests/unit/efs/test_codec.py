@@ -98,15 +98,14 @@ def test_all_66_two_loss_pairs_and_all_single_losses_rebuild(codec: Codec, size:
     assert checked == 66 * 3
 
 
-def test_all_66_subsets_of_ten_give_the_block_in_any_order_of_presentation(codec: Codec) -> None:
+def test_all_66_subsets_of_ten_give_the_stripe_in_any_order_of_presentation(codec: Codec) -> None:
     stripe = stripe_of(1, 81)
     for subset in itertools.combinations(range(12), 10):
         order = list(subset)[::-1]
-        block = {index: stripe[index].copy() for index in subset if index < 10}
-        wanted = {index: np.zeros((1, 81), np.uint8) for index in range(10) if index not in subset}
+        wanted = {index: np.zeros((1, 81), np.uint8) for index in range(11, -1, -1) if index not in subset}
         codec.rebuild({index: stripe[index] for index in order}, wanted)
-        block |= wanted
-        assert b"".join(block[index].tobytes() for index in range(10)) == stripe[:10].tobytes()
+        whole = {index: stripe[index] for index in subset} | wanted
+        assert b"".join(whole[index].tobytes() for index in range(12)) == stripe.tobytes()
 
 
 @given(size=st.integers(1, 400), rows=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), lost=st.sampled_from(PAIRS))
@@ -267,6 +266,10 @@ BAD_REBUILDS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     ),
     "wanted in the memory of a present shard": (
         lambda: (replaced(good(10), 7, (pair := view_pair_that_overlaps())[0]), {10: pair[1]}),
+        "shard 10 is to be written but overlaps shard 7",
+    ),
+    "wanted just before the memory of a present shard": (
+        lambda: (replaced(good(10), 7, (pair := view_pair_that_overlaps())[1]), {10: pair[0]}),
         "shard 10 is to be written but overlaps shard 7",
     ),
     "wanted shards in one memory": (

@@ -159,6 +159,12 @@ def test_the_order_of_ids_does_not_matter() -> None:
         assert [order[owner] for owner in ec_group_table(order)] == expected
 
 
+def test_of_equal_scores_the_first_id_wins_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("efs.placement._seed", lambda group_id: 7)
+    assert set(ec_group_table(["b", "a", "c"])) == {1}
+    assert set(ec_group_table(["c", "b", "a"])) == {2}
+
+
 def test_one_group_owns_everything() -> None:
     table = ec_group_table(["only"])
     assert table.dtype == np.uint16
