@@ -5,10 +5,10 @@ cut at borders of runs where that is possible. In a piece the blocks of one rota
 them goes to the same node. A node's rows are ordered by shard index, then by position in the chain; that is, group
 after group. So each node writes its shards in segment order and a run stays contiguous.
 
-Filling goes in chunks that fit the core's cache: the segments of a chunk are hashed from the caller's memory, its
-shards copied to the nodes' buffers (padded with zeros to the slot), parity encoded there, and each row hashed while
-it is hot. `fill` is a generator that yields between slices of PUT_SLICE_BYTES, so that its caller can let the event
-loop serve others.
+Filling goes in chunks of PUT_CHUNK_BYTES: the segments of a chunk are hashed from the caller's memory, its shards
+copied to the nodes' buffers (padded with zeros to the slot), parity encoded there, and each row hashed while it is
+hot. `fill` is a generator that yields between slices of PUT_SLICE_BYTES, so that its caller can let the event loop
+serve others.
 """
 
 from __future__ import annotations
