@@ -100,7 +100,6 @@ class Allocator:
         self._live = np.zeros(extents, np.int64)
         self._reserved = np.zeros(extents, np.int64)
         self._states = np.zeros((extents, 0), np.uint8)
-        self._versions = np.zeros(extents, np.int64)
         self._gaps: dict[int, _Gaps] = {}
         self._stale = np.zeros(extents, np.bool_)
         self._longest = np.zeros(extents, np.int64)
@@ -135,7 +134,7 @@ class Allocator:
         self._widen(geometry.slots)
         self._class_of[extent] = number
         self._slots[extent] = geometry.slots
-        self._changed(np.array([extent]))
+        self._stale[extent] = True
         return geometry
 
     def unassign(self, extent: int) -> None:
@@ -145,7 +144,7 @@ class Allocator:
         self._states[extent, : self._slots[extent]] = FREE
         self._class_of[extent] = _NO_CLASS
         self._slots[extent] = self._live[extent] = 0
-        self._changed(np.array([extent]))
+        self._stale[extent] = True
 
     # -- Slots
 
@@ -204,14 +203,14 @@ class Allocator:
         return _read_only(self._states[extent, : self._slots[self._checked(extent)]])
 
     @property
-    def versions(self) -> NDArray[np.int64]:
-        """(extents,) numbers, each of which changes whenever a state of its extent does; read-only."""
-        return _read_only(self._versions)
-
-    @property
     def busy_extents(self) -> NDArray[np.bool_]:
         """(extents,) whether a slot of the extent is reserved."""
         return self._reserved > 0
+
+    @property
+    def live_counts(self) -> NDArray[np.int64]:
+        """(extents,) live slots of each extent; read-only."""
+        return _read_only(self._live)
 
     def live_slots_of(self, extent: int) -> NDArray[np.int64]:
         """Live slot numbers of an extent, ascending."""
@@ -320,17 +319,13 @@ class Allocator:
             self._live += np.bincount(extents, minlength=self.extents)
         else:
             self._live -= np.bincount(extents[before == LIVE], minlength=self.extents)
-        self._changed(extents)
+        self._stale[extents] = True
 
     def _reserve(self, slots: SlotRange) -> None:
         extent, first = slots.location >> SLOT_BITS, slots.location & SLOT_MASK
         self._states[extent, first : first + slots.count] = RESERVED
         self._reserved[extent] += slots.count
-        self._changed(np.array([extent]))
-
-    def _changed(self, extents: NDArray[np.int64]) -> None:
-        self._stale[extents] = True
-        self._versions[extents] += 1
+        self._stale[extent] = True
 
     # -- Gaps
 
@@ -364,17 +359,22 @@ class Allocator:
         return []
 
     def _longest_of(self, mine: NDArray[np.bool_], count: int, least: int) -> list[SlotRange]:
-        """Whole gaps of at least `least` slots of the extent that has the longest, longest first, not above `count`."""
+        """Whole gaps of at least `least` slots, at most `count` slots together: extent by extent, the one with the
+        longest gap first, and in it by length. Stops at the first gap that is too long for the rest."""
+        found: list[SlotRange] = []
         usable = np.flatnonzero(mine & (self._longest >= least))
-        if not len(usable):
-            return []
-        extent = int(usable[np.argmax(self._longest[usable])])
-        gaps = self._gaps[extent]
-        order = np.argsort(-gaps.lengths, kind="stable")
-        order = order[gaps.lengths[order] >= least]
-        order = order[np.cumsum(gaps.lengths[order]) <= count]
-        starts, lengths = gaps.starts[order].tolist(), gaps.lengths[order].tolist()
-        return [SlotRange(location_of(extent, start), length) for start, length in zip(starts, lengths, strict=True)]
+        for extent in usable[np.argsort(-self._longest[usable], kind="stable")].tolist():
+            gaps = self._gaps[extent]
+            order = np.argsort(-gaps.lengths, kind="stable")
+            starts, lengths = gaps.starts[order].tolist(), gaps.lengths[order].tolist()
+            for start, length in zip(starts, lengths, strict=True):
+                if length < least:
+                    break
+                if length > count:
+                    return found
+                found.append(SlotRange(location_of(extent, start), length))
+                count -= length
+        return found
 
 
 def _read_only(array: NDArray[_Element]) -> NDArray[_Element]:

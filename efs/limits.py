@@ -31,7 +31,7 @@ SLOT_ALIGN_BYTES: Final = 64
 MAX_SLOTS_PER_EXTENT: Final = 1 << 20
 MAX_EXTENTS: Final = 1 << 24
 MAX_BLOCK_BYTES: Final = 64 * MIB
-"""The largest block: its 6.4 MiB shards still go ten to a default extent."""
+"""The largest block: its 6.4 MiB shards still go nine to a default extent."""
 DEPTH_UNKNOWN: Final = 0xFFFF_FFFF
 
 # -- Stripe rules --------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ PUT_BUDGET_BYTES: Final = 256 * MIB
 PUT_SLICE_BYTES: Final = 2 * MIB
 """Caller bytes that a put hashes, copies and encodes before it lets the event loop serve others: about 1 ms."""
 PUT_CHUNK_BYTES: Final = 2 * MIB
-"""Caller bytes hashed, copied and encoded in one go; measured: smaller chunks cost more calls than they save in cache."""
+"""Caller bytes hashed, copied and encoded in one go. Measured: smaller chunks cost more in calls than they save."""
 PUT_LANE_PIECES: Final = 2
 """Pieces that one put has under way to one node: one being written, one waiting."""
 WRITE_STAGING_BYTES: Final = 128 * MIB

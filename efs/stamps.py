@@ -20,7 +20,7 @@ File, little-endian:
 A file that is short, damaged, of another extent or of another class counts as zeros. A file is written only while the
 sum of all stays within a budget given by the node, so that stamps never push it over its hard limit.
 
-`Stamps` is pure; `write_stamps` and `load_stamps` do the I/O, on a node's thread from private copies.
+`Stamps` is pure; `write_stamps`, `load_stamps` and `read_stamps` do the I/O, on a node's thread with private copies.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ class Stamps:
         self._geometries: dict[int, Geometry] = {}
         self._slots = np.zeros(extents, np.int64)
         self._stamps = np.zeros((extents, 0), np.uint32)
-        self._versions = np.zeros(extents, np.int64)
         self._dirty = np.zeros(extents, np.bool_)
         self._on_disk = np.zeros(extents, np.int64)
 
@@ -105,44 +104,34 @@ class Stamps:
         self._stamps[extent, : self._slots[extent]] = 0
         self._slots[extent] = 0
         self._dirty[extent] = False
-        self._versions[extent] += 1
 
     def touch(self, locations: NDArray[np.int64], stamp: int) -> int:
         """Raise the stamps of these slots to `stamp` where they are below it; returns how many rows changed. Locations
         that do not exist (any more) are skipped. The caller clamps `stamp` to its clock."""
-        extents, slots = self._existing(locations)
-        below = np.flatnonzero(self._stamps[extents, slots] < stamp)
-        if len(below):
-            extents = extents[below]
-            self._stamps[extents, slots[below]] = stamp
-            self._changed(extents)
-        return len(below)
+        places = self._places(locations)
+        flat = self._stamps.reshape(-1)
+        below = flat.take(places) < stamp
+        changed = int(np.count_nonzero(below))
+        if changed:
+            places = places[below]
+            flat[places] = stamp
+            self._dirty[places // self._stamps.shape[1]] = True
+        return changed
 
     def set(self, locations: NDArray[np.int64], stamps: int | NDArray[np.uint32]) -> None:
         """Set stamps of slots that got a new record, up or down. InvalidArgument where a location does not exist."""
-        extents, slots = self._existing(locations)
-        if len(extents) != len(locations):
-            raise InvalidArgument("a location does not exist")
-        self._stamps[extents, slots] = stamps
-        self._changed(extents)
+        places = self._all_places(locations)
+        self._stamps.reshape(-1)[places] = stamps
+        if len(places):
+            self._dirty[places // self._stamps.shape[1]] = True
 
     def get(self, locations: NDArray[np.int64]) -> NDArray[np.uint32]:
         """(n,) stamps; InvalidArgument where a location does not exist."""
-        extents, slots = self._existing(locations)
-        if len(extents) != len(locations):
-            raise InvalidArgument("a location does not exist")
-        return self._stamps[extents, slots]
+        return self._stamps.reshape(-1).take(self._all_places(locations))
 
     def row(self, extent: int) -> NDArray[np.uint32]:
         """(slots,) read-only view of an extent's stamps; empty for one that is not attached."""
         view = self._stamps[extent, : self._slots[extent]]
-        view.flags.writeable = False
-        return view
-
-    @property
-    def versions(self) -> NDArray[np.int64]:
-        """(extents,) numbers, each of which changes whenever a stamp of its extent does; read-only."""
-        view = self._versions[:]
         view.flags.writeable = False
         return view
 
@@ -171,18 +160,22 @@ class Stamps:
         for extent in extents:
             self._dirty[extent] = extent in self._geometries
 
-    def _existing(self, locations: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Extents and slots of the locations that exist."""
+    def _places(self, locations: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Index into the flat stamps of each location that exists."""
         extents, slots = locations >> SLOT_BITS, locations & SLOT_MASK
         if len(extents) and (extents.min() < 0 or extents.max() >= self.extents):
             inside = (extents >= 0) & (extents < self.extents)
             extents, slots = extents[inside], slots[inside]
-        exist = slots < self._slots[extents]
-        return (extents, slots) if exist.all() else (extents[exist], slots[exist])
+        exist = slots < self._slots.take(extents)
+        if not exist.all():
+            extents, slots = extents[exist], slots[exist]
+        return extents * self._stamps.shape[1] + slots
 
-    def _changed(self, extents: NDArray[np.int64]) -> None:
-        self._dirty[extents] = True
-        self._versions[extents] += 1
+    def _all_places(self, locations: NDArray[np.int64]) -> NDArray[np.int64]:
+        places = self._places(locations)
+        if len(places) != len(locations):
+            raise InvalidArgument("a location does not exist")
+        return places
 
     def _widen(self, slots: int) -> None:
         if slots > self._stamps.shape[1]:
@@ -235,8 +228,9 @@ def load_stamps(
 
 def read_stamps(io: Io, directory: str, extent: int, geometry: Geometry) -> NDArray[np.uint32]:
     """(slots,) stamps of one extent, zeros where its file is absent, unreadable, damaged or of another class."""
+    path = os.path.join(directory, stamp_file_name(extent))
     try:
-        stamps = _unpack(read_file(io, os.path.join(directory, stamp_file_name(extent)), _LARGEST_FILE), extent, geometry)
+        stamps = _unpack(read_file(io, path, _LARGEST_FILE), extent, geometry)
     except OSError:
         stamps = None
     return np.zeros(geometry.slots, np.uint32) if stamps is None else stamps

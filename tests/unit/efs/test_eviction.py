@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efs.allocator import LIVE, RESERVED, Allocator, SlotRange
-from efs.eviction import Eviction
+from efs.errors import InvalidArgument
+from efs.eviction import ORDER_CHUNKS, Eviction
 from efs.extent import SLOT_BITS, SLOT_MASK, Geometry, SlotClass, location_of
 from efs.limits import DEPTH_UNKNOWN, EXTENT_BYTES, MIB
 from efs.shard import entry_bytes
@@ -153,6 +154,28 @@ def test_many_small_evictions_follow_the_order(node: FullNode) -> None:
     node.allocator.audit()
 
 
+def test_all_chunks_go_in_order_although_only_some_are_ordered_at_a_time() -> None:
+    """More chunks than one computation orders, some of them used after it was made."""
+    node = FullNode(6)
+    source = random.Random(9)
+    total = 6 * 181
+    assert total > ORDER_CHUNKS
+    for _ in range(total):
+        node.put(V41, 32, source.randint(1_000, 1_200))
+    taken: list[tuple[int, int]] = []
+    while len(taken) < total:
+        expected = node.chunk_order(V41)
+        victims = node.eviction.victims(V41, 32 * source.randint(1, 200)).locations
+        chunks = node.chunks_of(victims, V41)
+        assert chunks
+        assert chunks == expected[: len(chunks)]
+        taken += chunks
+        node.drop(victims)
+        for extent, chunk in source.sample(node.chunk_order(V41), min(20, total - len(taken))):
+            node.stamps.touch(node.allocator.live_locations(extent, chunk)[:1], source.randint(1_000, 1_300))
+    assert len(set(taken)) == total
+
+
 def test_the_tail_of_a_chain_goes_before_its_head() -> None:
     node = FullNode(1)
     chain = node.put(V41, 5_792, 1_000)
@@ -201,6 +224,48 @@ def test_slots_in_flight_and_excluded_extents_are_never_chosen(node: FullNode) -
 def test_an_empty_node_has_no_victims() -> None:
     victims = FullNode(2).eviction.victims(V41, 10)
     assert (len(victims.locations), victims.extent) == (0, None)
+
+
+def test_records_found_at_start_are_evicted_by_stamp_and_their_depth_counts_once_it_is_told() -> None:
+    node = FullNode(2)
+    for extent in range(2):
+        geometry = node.allocator.assign(extent, V41)
+        node.stamps.attach(extent, geometry)
+        found = np.arange(96) + location_of(extent, 0)
+        node.allocator.mark_live(found)
+        node.stamps.set(found, np.repeat(np.array([7, 5, 5], np.uint32) + np.uint32(extent), 32))
+    keys = np.zeros((32, 4), np.uint64)
+    node.eviction.note(np.arange(32, 64), np.arange(32, dtype=np.uint32), keys)
+    found = node.eviction.victims(V41, 32 * 6).locations
+    assert node.chunks_of(found, V41) == [(0, 2), (0, 1), (1, 1), (1, 2), (0, 0), (1, 0)]
+
+
+def test_records_that_went_in_flight_and_came_back_are_victims_again(node: FullNode) -> None:
+    coldest = node.chunk_order(V41)[0]
+    node.drop(node.allocator.live_locations(*coldest)[:4])
+    taken = node.allocator.allocate(V41, 4).ranges[0]
+    assert coldest not in node.chunks_of(node.eviction.victims(V41, 64).locations, V41)
+    node.allocator.release_range(taken)
+    assert node.chunks_of(node.eviction.victims(V41, 1).locations, V41) == [coldest]
+
+
+def test_records_of_several_classes_are_not_noted_together() -> None:
+    node = FullNode(2)
+    places = np.concatenate((node.put(V41, 1, 5), node.put(PAGES, 1, 5)))
+    with pytest.raises(InvalidArgument, match="several classes"):
+        node.eviction.note(places, np.zeros(2, np.uint32), np.zeros((2, 4), np.uint64))
+
+
+def test_an_extent_taken_over_by_another_class_keeps_nothing_of_the_old_one() -> None:
+    node = FullNode(1)
+    node.put(PAGES, node.slots(PAGES), 900)
+    victims = node.eviction.victims(V41, 1)
+    node.drop(victims.locations)
+    node.allocator.unassign(0)
+    node.put(V41, 64, 300, first_depth=7)
+    found = node.eviction.victims(V41, 10_000).locations
+    assert node.chunks_of(found, V41) == [(0, 1), (0, 0)]
+    assert len(node.eviction.victims(PAGES, 10_000).locations) == 64
 
 
 # -- Between classes
