@@ -142,25 +142,27 @@ class WriteBack:
                     self._pages.drop(job.pages[start:stop])
                     self._put(lease, job.chain[start:stop])
                 finally:
-                    lease.release([self._stream.record()])
+                    lease.release()
         finally:
-            self._pages.drop(job.pages[kept:], [self._stream.record()])
+            self._pages.drop(job.pages[kept:])
 
     def _wait_for_compute(self, written: Event) -> None:
         self._stream.wait(written)
 
     def _copy_out(self, lease: Lease, pages: tuple[Page, ...]) -> None:
-        """The blocks of `pages`, segment-major, at the start of the region; returns when the device is done."""
+        """The blocks of `pages`, segment-major, at the start of the region; at the return the device is done."""
         count = len(pages)
         region = lease.bytes(count * self._block_bytes)
         begun = self.timeline.now() if self.timeline is not None else 0.0
         rows = self._device.rows([page.index for page in pages], self._stream)
         offset = 0
-        for segment, size in enumerate(self._pages.segment_bytes):
-            target = region[offset : offset + count * size].view(count, size)
-            self._copy_segment(target, segment, rows)
-            offset += count * size
-        self._stream.record().synchronize()
+        try:
+            for segment, size in enumerate(self._pages.segment_bytes):
+                target = region[offset : offset + count * size].view(count, size)
+                self._copy_segment(target, segment, rows)
+                offset += count * size
+        finally:
+            self._stream.record().synchronize()
         if self.timeline is not None:
             self.timeline.host("write-back", f"{count} blocks", begun, self.timeline.now(), blocks=count)
 
