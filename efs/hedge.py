@@ -18,7 +18,7 @@ Times are seconds on the caller's monotonic scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +37,13 @@ LAG_HALF_LIFE_SECONDS = 2.0
 """A lag that is not confirmed anew is half forgotten after this, so that a healed node is waited for again."""
 
 
-class Shard(IntEnum):
-    """State of one shard of one block."""
+class Shard:
+    """States of one shard of one block, values of `Unit.state`. Plain integers: an Enum's look-up shows in a warm read."""
 
-    UNASKED = 0
-    PENDING = 1
-    HAVE = 2
-    LOST = 3
+    UNASKED: Final = 0
+    PENDING: Final = 1
+    HAVE: Final = 2
+    LOST: Final = 3
 
 
 class Budget:
