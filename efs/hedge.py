@@ -38,7 +38,7 @@ LAG_HALF_LIFE_SECONDS = 2.0
 
 
 class Shard:
-    """States of one shard of one block, values of `Unit.state`. Plain integers: an Enum's look-up shows in a warm read."""
+    """States of one shard of one block, values of `Unit.state`. Plain integers: Enum look-ups show in a warm read."""
 
     UNASKED: Final = 0
     PENDING: Final = 1
