@@ -16,7 +16,6 @@ HOST_REGIONS: Final = 2
 """Fetches that may be under way or being copied at once; one more request waits, then recomputes."""
 HOST_POOL_BYTES: Final = 512 * MIB
 """Default of the host pool: two regions of 256 MiB, 88 blocks of a small model or 2,356 of V4.1 each."""
-MIN_REGION_BYTES: Final = 4 * KIB
 PRETOUCH_BYTES: Final = 16 * MIB
 """Pages populated by one call in the background: some 10 ms, so that closing never waits long."""
 STAGING_BYTES: Final = 16 * MIB

@@ -33,7 +33,7 @@ import torch
 from efs.clock import Clock, SystemClock
 from gdr.device import Device, Event
 from gdr.errors import DeviceError, EngineClosed, InvalidEngineArgument, StaleLease
-from gdr.limits import CLOSE_WAIT_MS, FENCE_POLL_MS, MIN_REGION_BYTES, PRETOUCH_BYTES
+from gdr.limits import CLOSE_WAIT_MS, FENCE_POLL_MS, PRETOUCH_BYTES
 
 _POPULATE_WRITE: Final = 23
 """MADV_POPULATE_WRITE of Linux 5.14: makes pages present and writable, leaves their bytes alone."""
@@ -84,8 +84,8 @@ class PinnedPool:
     """`regions` regions of `region_bytes` each, rounded up to whole pages."""
 
     def __init__(self, device: Device, region_bytes: int, regions: int, *, clock: Clock | None = None) -> None:
-        if region_bytes < MIN_REGION_BYTES:
-            raise InvalidEngineArgument(f"region_bytes is {region_bytes}, must be at least {MIN_REGION_BYTES}")
+        if region_bytes < 1:
+            raise InvalidEngineArgument(f"region_bytes is {region_bytes}, must be at least 1")
         if regions < 1:
             raise InvalidEngineArgument(f"regions is {regions}, must be at least 1")
         self._device = device

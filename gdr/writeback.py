@@ -70,14 +70,14 @@ class WriteBack:
 
     def submit(self, chain: Chain, pages: tuple[Page, ...], written: Event) -> bool:
         """Store the blocks of `chain`, which are in `pages` once `written` is done. False when the queue is full."""
-        self._pages.hold(pages)
+        self._hold(pages)
         with self._idle:
             self._open_jobs += 1
         try:
             self._jobs.put_nowait(_Job(chain, pages, written))
         except queue.Full:
             self._counters.add("write_back_dropped", len(chain))
-            self._pages.drop(pages)
+            self._let_go(pages)
             self._job_ended()
             return False
         return True
@@ -139,12 +139,19 @@ class WriteBack:
                 try:
                     self._copy_out(lease, job.pages[start:stop])
                     kept = stop
-                    self._pages.drop(job.pages[start:stop])
+                    self._let_go(job.pages[start:stop])
                     self._put(lease, job.chain[start:stop])
                 finally:
                     lease.release()
         finally:
-            self._pages.drop(job.pages[kept:])
+            self._let_go(job.pages[kept:])
+
+    def _hold(self, pages: tuple[Page, ...]) -> None:
+        self._pages.hold(pages)
+
+    def _let_go(self, pages: tuple[Page, ...]) -> None:
+        """No copy of these pages is under way any more."""
+        self._pages.drop(pages)
 
     def _wait_for_compute(self, written: Event) -> None:
         self._stream.wait(written)

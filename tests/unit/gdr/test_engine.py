@@ -19,6 +19,7 @@ from kvstore.layout import BlockLayout
 from tests.support.blockstore import MemoryBlockStore
 from tests.support.fakedevice import FakeDevice
 from tests.support.tinymodel import BLOCK, prompt, reference, tiny_model, tiny_namespace
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.engines
 NEW = 24
@@ -46,12 +47,17 @@ def make_engine(model: LlamaForCausalLM, store: MemoryBlockStore, *, device: Dev
 
 
 def all_free(engine: Engine) -> bool:
-    """Whether nothing is held once the device has run what it was given."""
+    """Whether nothing is held once the threads are idle and the device has run what it was given."""
     assert engine.flush()
-    if isinstance(engine.device, FakeDevice):
-        engine.device.run_all()
-    free = engine.host_pool.counts()[RegionState.FREE] == engine.config.host_regions
-    return free and engine.pages.free == engine.pages.pages and engine.pages.pending_fences() == 0
+
+    def free() -> bool:
+        if isinstance(engine.device, FakeDevice):
+            engine.device.run_all()
+        regions = engine.host_pool.counts()[RegionState.FREE]
+        held = engine.pages.pages - engine.pages.free + engine.pages.pending_fences()
+        return regions == engine.config.host_regions and held == 0
+
+    return eventually(free)
 
 
 def fill_store(model: LlamaForCausalLM, store: MemoryBlockStore, tokens: list[int]) -> list[int]:
