@@ -36,6 +36,7 @@ from typing import Any, Final
 import gguf
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -45,6 +46,7 @@ from kvstore.connectors.transformers import weights_digest
 CONVERSION_VERSION: Final = 1
 DTYPE: Final = torch.bfloat16
 ATTENTION: Final = "sdpa"
+_FILES: Final = ("config.json", "model.safetensors", "tokenizer.json", "manifest.json")
 _OUTER_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES: Final = {
     "attn_norm": "input_layernorm",
@@ -95,14 +97,15 @@ def prepare(gguf_file: Path, cache_root: Path) -> Prepared:
 
 def verified_weights(place: Path) -> str | None:
     """The weights digest of a complete and undamaged converted model, else None."""
+    if not all((place / name).is_file() for name in _FILES):
+        return None  # Asked for a directory without them, transformers would look for the model on the network.
     try:
         manifest = json.loads((place / "manifest.json").read_bytes())
         if manifest["tokenizer"] != _file_digest(place / "tokenizer.json"):
             return None
         weights = weights_digest(load_model(place))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
-        # Whatever a missing or damaged file makes the readers raise; safetensors' own error is a ValueError's sibling.
-        return None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError):
+        return None  # What a missing or damaged file makes the various readers raise.
     return weights if weights == manifest["weights"] else None
 
 

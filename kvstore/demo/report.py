@@ -109,7 +109,7 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         report = self.report
         shard_bytes = -(-report.block_bytes // DATA_SHARDS)
-        yield f"[bold]{escape(report.model)}[/bold] resumes a conversation from KV blocks in 12 erasure-coded directories"
+        yield f"[bold]{escape(report.model)}[/bold] resumes a conversation from KV in 12 erasure-coded directories"
         yield (
             f"one block: {report.block_tokens} tokens, {report.block_bytes:,} bytes of KV, {report.segments} segments; "
             f"12 shards of {shard_bytes:,} bytes, any 10 of which are enough"
