@@ -123,6 +123,17 @@ def test_a_chunk_used_since_the_order_was_made_is_spared(node: FullNode) -> None
     assert sorted(set(node.stamps.get(victims.locations).tolist())) == [1_002, 1_003]
 
 
+def test_a_cold_record_in_a_slot_that_was_hot_is_cold() -> None:
+    """A repaired record brings an old stamp along into space that hot records left."""
+    node = FullNode(1)
+    hot = node.put(V41, 32, 9_000)
+    node.put(V41, 5_760, 1_000)
+    node.drop(hot)
+    cold = node.put(V41, 8, 500)
+    assert set(cold.tolist()) <= set(hot.tolist())
+    assert node.eviction.victims(V41, 1).locations.tolist() == cold.tolist()
+
+
 def test_one_hot_slot_keeps_its_chunk(node: FullNode) -> None:
     coldest = node.chunk_order(V41)[0]
     node.stamps.touch(node.allocator.live_locations(*coldest)[31:], 9_999)
@@ -165,7 +176,7 @@ def test_all_chunks_go_in_order_although_only_some_are_ordered_at_a_time() -> No
     taken: list[tuple[int, int]] = []
     while len(taken) < total:
         expected = node.chunk_order(V41)
-        victims = node.eviction.victims(V41, 32 * source.randint(1, 200)).locations
+        victims = node.eviction.victims(V41, 32 * source.randint(16, 31)).locations
         chunks = node.chunks_of(victims, V41)
         assert chunks
         assert chunks == expected[: len(chunks)]
@@ -191,12 +202,17 @@ def test_unknown_depth_counts_as_deepest() -> None:
     assert node.eviction.victims(V41, 1).locations.tolist() == unknown.tolist()
 
 
-def test_equal_stamps_and_depths_go_by_key() -> None:
-    node = FullNode(1)
-    heads = [node.put(V41, 32, 1_000, seed=seed) for seed in range(40)]
+def test_equal_stamps_and_depths_go_by_key_also_where_one_order_ends_and_the_next_begins() -> None:
+    node = FullNode(6)
+    heads = [node.put(V41, 32, 1_000, seed=seed) for seed in range(6 * 181)]
+    assert len(heads) > ORDER_CHUNKS
     expected = sorted(heads, key=lambda head: min(node.keys[int(place)][:8] for place in head))
-    found = node.eviction.victims(V41, 40 * 32).locations
-    assert found.tolist() == np.concatenate(expected).tolist()
+    found: list[int] = []
+    while len(found) < 32 * len(heads):
+        victims = node.eviction.victims(V41, 1_000).locations
+        found += victims.tolist()
+        node.drop(victims)
+    assert found == np.concatenate(expected).tolist()
 
 
 def test_depth_of_a_refilled_chunk_is_that_of_its_new_records() -> None:
@@ -316,11 +332,12 @@ def test_chunks_that_were_spared_for_an_extent_are_still_in_order() -> None:
     assert node.chunks_of(node.eviction.victims(V41, 64).locations, V41) == expected
 
 
-def test_an_empty_extent_of_another_class_is_taken_before_any_record_is_dropped() -> None:
+@pytest.mark.parametrize("empty", [1, 2])
+def test_an_empty_extent_of_another_class_is_taken_before_any_record_is_dropped(empty: int) -> None:
     node = mixed(300, (400, 500))
-    node.drop(node.allocator.live_slots_of(1) + location_of(1, 0))
+    node.drop(node.allocator.live_slots_of(empty) + location_of(empty, 0))
     victims = node.eviction.victims(V41, 32)
-    assert (victims.extent, len(victims.locations)) == (1, 0)
+    assert (victims.extent, len(victims.locations)) == (empty, 0)
 
 
 def test_an_extent_with_a_slot_in_flight_or_excluded_is_not_taken() -> None:
