@@ -322,6 +322,25 @@ def test_shard_index_twelve_is_refused_although_both_hashes_are_right() -> None:
         parse_header(by_hand(12, 0, V41))
 
 
+def test_a_wrong_block_digest_is_refused_although_the_header_checksum_is_right() -> None:
+    data = bytearray(by_hand(0, 0, V41))
+    data[70] ^= 1
+    data[-8:] = struct.pack("<Q", xxh3_64_intdigest(bytes(data[:-8])))
+    assert not check_headers(np.frombuffer(bytes(data), np.uint8).reshape(1, -1)).any()
+    with pytest.raises(CorruptRecord, match="block digest"):
+        parse_header(bytes(data))
+
+
+@pytest.mark.parametrize(("generation", "zero", "named"), [(0, 0, "generation"), (1, 1, "local zero field")])
+def test_a_wrong_local_field_is_refused_although_its_checksum_is_right(generation: int, zero: int, named: str) -> None:
+    header = by_hand(0, 0, V41)
+    local = struct.pack("<QQII", generation, 5, 1, zero)
+    data = local + struct.pack("<Q", xxh3_64_intdigest(local + header[-8:])) + header
+    assert not check_entries(view_entries(np.frombuffer(data, np.uint8), 4)).any()
+    with pytest.raises(CorruptRecord, match=named):
+        parse_entry(data)
+
+
 def test_an_empty_segment_is_refused_although_the_sum_is_right() -> None:
     data = by_hand(0, 0, BlockShape(60, (10, 20, 30)), block_bytes=30, last_length_plus=-30)
     with pytest.raises(CorruptRecord, match="segment lengths"):

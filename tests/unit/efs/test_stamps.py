@@ -18,7 +18,7 @@ from efs.errors import InvalidArgument
 from efs.extent import SLOT_BITS, SLOT_MASK, Geometry, SlotClass, location_of
 from efs.limits import EXTENT_BYTES, MIB, PAGE_BYTES
 from efs.shard import entry_bytes
-from efs.stamps import Stamps, load_stamps, stamp_file_bytes, stamp_file_name, write_stamps
+from efs.stamps import Stamps, load_stamps, read_stamps, stamp_file_bytes, stamp_file_name, write_stamps
 from tests.support.faultio import FaultIo
 
 V41 = Geometry(EXTENT_BYTES, SlotClass(11_392, 176))
@@ -260,6 +260,15 @@ def test_a_missing_directory_or_an_unreadable_file_is_no_error(io: FaultIo, tmp_
     assert load_stamps(io, str(tmp_path), {5: PAGES}, remove_others=True) == {}
     io.verify()
     assert io.open_files == 0
+
+
+def test_one_extent_is_read_alone_and_is_zeros_where_its_file_is_worth_nothing(io: FaultIo, tmp_path: Path) -> None:
+    path = one_file(io, tmp_path)
+    assert np.flatnonzero(read_stamps(io, str(tmp_path), 5, PAGES)).tolist() == [3, 200]
+    assert not read_stamps(io, str(tmp_path), 4, PAGES).any()
+    assert read_stamps(io, str(tmp_path), 5, SMALL).tolist() == [0] * SMALL.slots
+    path.write_bytes(path.read_bytes()[:-1])
+    assert not read_stamps(io, str(tmp_path), 5, PAGES).any()
 
 
 def test_a_failed_write_is_told_and_tried_again(io: FaultIo, tmp_path: Path) -> None:
