@@ -121,7 +121,9 @@ class Fsck:
     def _findings(self) -> Iterator[Finding]:
         yield from self._store.problems
         for position, view in enumerate(self._views.values()):
-            yield from self._check_tables(view)
+            for finding in self._check_tables(view):
+                self._stripes.note(finding)
+                yield finding
             self._progress(TABLE_SHARE * (position + 1) / len(self._views))
         yield from self._check_stripes()
         yield from self._check_sums()
@@ -133,7 +135,7 @@ class Fsck:
         while standing:
             seen = set(look_again(standing))
             standing = [finding for finding in standing if finding in seen]
-            if self._store.owner() is None or waited_ms >= RECHECK_MS:
+            if not standing or self._store.owner() is None or waited_ms >= RECHECK_MS:
                 break
             self._pause(RECHECK_PAUSE_MS / 1000)
             waited_ms += RECHECK_PAUSE_MS

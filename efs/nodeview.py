@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.errors import CorruptRecord, EfsError, FormatUnsupported, IdentityMismatch
-from efs.extent import Geometry, SlotClass, extent_of, ranges_of, slot_of
+from efs.extent import SLOT_BITS, Geometry, SlotClass, extent_of, location_of, ranges_of, slot_of
 from efs.index import Index, IndexEntry
 from efs.limits import DATA_SHARDS
 from efs.metrics import CounterFile
@@ -38,7 +38,7 @@ from efs.nodedir import (
     stamps_path,
 )
 from efs.osio import Io
-from efs.shard import Entry, check_entries, free_entries, parse_entry
+from efs.shard import Entry, check_entries, free_entries, parse_entry, raw_entries, view_entries
 from efs.slab import Slab
 from efs.stamps import read_stamps
 
@@ -86,6 +86,10 @@ _COPIED: Final = (
     "payload_hash",
     "block_bytes",
 )
+
+
+READ_GAP: Final = 32
+"""Slots that are not asked for but read along, where that saves a call: a few kilobytes of table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,43 +172,40 @@ class NodeView:
     # -- table entries
 
     def records(self, locations: NDArray[np.int64], again: bool = False) -> Records:
-        """(n,) of RECORD for n locations in any order; neighbours are read together."""
+        """(n,) of RECORD for n locations in any order. Slots that lie close together are read together; all entries
+        of a class are checked at once. again: read the classes of the extents anew."""
         found = np.zeros(len(locations), RECORD)
         found["location"] = locations
-        order = np.argsort(locations, kind="stable")
+        # As bytes: numpy re-packs structured rows when it joins them.
+        raw: dict[SlotClass, list[tuple[NDArray[np.intp], NDArray[np.uint8]]]] = {}
         seen: set[int] = set()
-        for row, location, count in ranges_of(locations[order]):
-            extent = extent_of(location)
+        for rows in _stretches(locations):
+            first, last = int(locations[rows[0]]), int(locations[rows[-1]])
+            extent = extent_of(first)
             geometry = self.geometry(extent, again and extent not in seen)
             seen.add(extent)
-            rows = order[row : row + count]
             if geometry is None:
                 found["status"][rows] = Slot.DAMAGED if extent in self._damaged else Slot.OUTSIDE
-            elif slot_of(location) + count > geometry.slots:
-                found["status"][rows] = Slot.OUTSIDE
-            else:
-                found[rows] = self._read(geometry, location, count)
+                continue
+            inside = rows[locations[rows] - location_of(extent, 0) < geometry.slots]
+            found["status"][rows] = Slot.OUTSIDE
+            if len(inside):
+                last = int(locations[inside[-1]])
+                entries = self.slab.read_entries(geometry, first, last - first + 1)
+                raw.setdefault(geometry.slot_class, []).append(
+                    (inside, raw_entries(entries)[locations[inside] - first])
+                )
+        for slot_class, parts in raw.items():
+            rows = np.concatenate([rows for rows, _ in parts])
+            entries = view_entries(np.concatenate([entries for _, entries in parts]), slot_class.segments)
+            found[rows] = _checked(slot_class, locations[rows], entries)
         return found
 
     def table_rows(self, extent: int, geometry: Geometry, start: int, count: int) -> Records:
         """(count,) of RECORD for neighbouring slots of an extent."""
-        return self._read(geometry, (extent << 20) | start, count)
-
-    def _read(self, geometry: Geometry, location: int, count: int) -> Records:
+        location = location_of(extent, start)
         entries = self.slab.read_entries(geometry, location, count)
-        found = np.zeros(count, RECORD)
-        found["location"] = np.arange(location, location + count)
-        live = check_entries(entries, geometry.slot_class.slot_bytes)
-        found["status"] = np.where(live, Slot.LIVE, np.where(free_entries(entries), Slot.FREE, Slot.TORN))
-        rows = np.flatnonzero(live)
-        good = entries[rows]
-        for name in _COPIED:
-            found[name][rows] = good[name]
-        found["slot_bytes"][rows] = geometry.slot_class.slot_bytes
-        found["entry_bytes"][rows] = geometry.slot_class.entry_bytes
-        found["key"][rows] = np.ascontiguousarray(good["key"]).view("V32").reshape(-1)
-        found["digest"][rows] = np.ascontiguousarray(good["digest"]).view("V16").reshape(-1)
-        return found
+        return _checked(geometry.slot_class, np.arange(location, location + count), entries)
 
     def entry(self, location: int) -> Entry | None:
         """One entry with its segments; None for a free one, CorruptRecord for a torn one or one that is outside."""
@@ -251,6 +252,31 @@ class NodeView:
     def space(self) -> SpaceUse:
         """Space in use now, by the blocks that the file system has given out."""
         return SpaceUse(allocated_bytes(self.slab.path), tree_bytes(self.path))
+
+
+def _stretches(locations: NDArray[np.int64]) -> list[NDArray[np.intp]]:
+    """Rows in order of location, cut where more than READ_GAP slots or the border of an extent lie between."""
+    order = np.argsort(locations, kind="stable")
+    ordered = locations[order]
+    cuts = np.flatnonzero((np.diff(ordered) > READ_GAP) | (np.diff(ordered >> SLOT_BITS) != 0)) + 1
+    return [rows for rows in np.split(order, cuts) if len(rows)]
+
+
+def _checked(slot_class: SlotClass, locations: NDArray[np.int64], entries: NDArray[np.void]) -> Records:
+    """RECORD rows of entries that stand at these locations, in extents of one class."""
+    found = np.zeros(len(entries), RECORD)
+    found["location"] = locations
+    live = check_entries(entries, slot_class.slot_bytes)
+    found["status"] = np.where(live, Slot.LIVE, np.where(free_entries(entries), Slot.FREE, Slot.TORN))
+    rows = np.flatnonzero(live)
+    good = entries[rows]
+    for name in _COPIED:
+        found[name][rows] = good[name]
+    found["slot_bytes"][rows] = slot_class.slot_bytes
+    found["entry_bytes"][rows] = slot_class.entry_bytes
+    found["key"][rows] = np.ascontiguousarray(good["key"]).view("V32").reshape(-1)
+    found["digest"][rows] = np.ascontiguousarray(good["digest"]).view("V16").reshape(-1)
+    return found
 
 
 def shard_bytes(block_bytes: int) -> int:

@@ -30,6 +30,9 @@ from efs.warmth import Warmth
 DEEP_BYTES: Final = 16 * MIB
 """Payload held at a time; one block at least."""
 
+TOLD_KEPT: Final = 100_000
+"""Findings of the first pass that are remembered; a block gets a finding of its own for what is beyond."""
+
 Payload = NDArray[np.uint8]
 Batch = Mapping[int, Sequence[IndexEntry]]
 """Index entries by node, each node's in order."""
@@ -53,6 +56,19 @@ class StripeCheck:
         self._warmth = warmth
         self._codec = codec
         self._away = frozenset(range(STRIPE_SHARDS)) - views.keys()
+        self._told: set[tuple[int, bytes, bytes]] = set()
+
+    def note(self, finding: Finding) -> None:
+        """A finding of the first pass: a node has data of a version that its index does not list."""
+        node, key, digest = finding.node, finding.key, finding.digest
+        if node is not None and key is not None and digest is not None and len(self._told) < TOLD_KEPT:
+            self._told.add((node, key, digest))
+
+    def _was_told(self, node: int, key: bytes, digest: bytes) -> bool:
+        return (node, key, digest) in self._told
+
+    def _last_used(self, sight: Sight) -> int:
+        return self._warmth.of(self._views[sight.node], sight.location, sight.arrival_ms)
 
     def judge(self, batch: Batch, young_after_ms: int | None, again: bool = False) -> Judged:
         """again: read geometries anew. young_after_ms: see `efs.verdict.Surroundings`."""
@@ -63,7 +79,7 @@ class StripeCheck:
             judged.agreeing[index] = sum(sight.agrees for sight in sights)
             for sight in sights:
                 stripes.setdefault(sight.key, []).append(sight)
-        around = Surroundings(self._away, self._warmth.may_be_evicted, young_after_ms)
+        around = Surroundings(self._away, self._was_told, self._last_used, self._warmth.may_be_evicted, young_after_ms)
         for keys in _portions(stripes):
             if self._codec is not None:
                 self._check_payloads([sight for key in keys for sight in stripes[key]], self._codec, judged)
@@ -106,7 +122,6 @@ class StripeCheck:
             if status == Slot.LIVE and (key, digest, generation) == (wanted, version, entry.generation):
                 sight.agrees, sight.shard, sight.block_bytes, sight.arrival_ms = True, shard, size, arrival
                 sight.slot_class = SlotClass(slot_bytes, entry_bytes)
-                sight.stamp = self._warmth.of(view, entry.location, arrival)
                 right = shard_of_node(view.node_index, rotation_of(placement_group(wanted)))
                 if shard != right:
                     sight.problem = _finding(Kind.WRONG_PLACE, sight, f"holds shard {shard}, must hold {right}")

@@ -24,7 +24,7 @@ class Sight:
     """One index entry and what stands behind it. `problem` is None for a sound record.
 
     agrees: the table entry is valid and of this version and generation. The fields after it are of the record, zeros
-    when it does not agree. stamp: minute of last use.
+    when it does not agree.
     """
 
     node: int
@@ -38,7 +38,6 @@ class Sight:
     block_bytes: int = 0
     slot_class: SlotClass | None = None
     arrival_ms: int = 0
-    stamp: int = 0
 
     @property
     def sound(self) -> bool:
@@ -60,11 +59,14 @@ class Verdict:
 class Surroundings:
     """What the judge must know beside the sights.
 
-    away: nodes that could not be read. evicted: whether eviction explains that a node lacks a version of this class
-    and stamp. young_after_ms: a version with a record that arrived later is not judged (None: judge all).
+    away: nodes that could not be read. told: whether there is a finding already about a node's lack of a version.
+    last_used: minute of last use of a sound record. evicted: whether eviction explains that a node lacks a version of
+    this class and stamp. young_after_ms: a version with a record that arrived later is not judged (None: judge all).
     """
 
     away: Collection[int]
+    told: Callable[[int, bytes, bytes], bool]
+    last_used: Callable[[Sight], int]
     evicted: Callable[[int, SlotClass, int], bool]
     young_after_ms: int | None
 
@@ -83,7 +85,11 @@ def _judge_version(key: bytes, digest: bytes, held: list[Sight], around: Surroun
     if around.young_after_ms is not None and any(sight.arrival_ms > around.young_after_ms for sight in held):
         return Verdict(digest, "young", sound, False, None)
     listed = {sight.node for sight in held}
-    lacking = [node for node in range(STRIPE_SHARDS) if node not in listed and node not in around.away]
+    lacking = [
+        node
+        for node in range(STRIPE_SHARDS)
+        if node not in listed and node not in around.away and not around.told(node, key, digest)
+    ]
     evicted = [node for node in lacking if _evicted(node, held, around)]
     fading = bool(evicted)
     if sound >= DATA_SHARDS:
@@ -118,4 +124,4 @@ def _evicted(node: int, held: list[Sight], around: Surroundings) -> bool:
     known = [sight for sight in held if sight.slot_class is not None]
     if not known or known[0].slot_class is None:
         return False
-    return around.evicted(node, known[0].slot_class, max(sight.stamp for sight in known))
+    return around.evicted(node, known[0].slot_class, max(map(around.last_used, known)))

@@ -1,0 +1,581 @@
+"""The benchmark: prefix hits of DeepSeek-V4.1-Flash blocks, in units of memcpy taken in the same run.
+
+Reference work: 757 blocks of 113,920 bytes (V41_FLASH, 86.2 MB) into a pre-touched memfd. Times of this class of
+machine move by a factor of two within minutes, so nothing is quoted in milliseconds alone: each run times a memcpy of
+the same bytes into the same memory right before the work, and a case's result is the median of the work over the
+median of memcpy. The destination is overwritten before every run, and after it every block must be ok and every byte
+equal to what was stored; a case that misses a block fails the benchmark instead of becoming fast.
+
+Cases:
+
+- fetch: slabs read by preadv or through maps; a store that was just filled (fresh) or churned through three times its
+  capacity (aged); all nodes there, one or two directories gone. The first segment's time comes from the same runs.
+- cold: the same with the page cache of the slabs and indexes dropped before every run, the store opened anew.
+- match: hashing 100,000 tokens and matching 757 blocks.
+- put: 757 blocks with new keys.
+- memory: the most that a first fetch holds beside its destination, as tracemalloc counts, and as the process's peak.
+
+Ageing: sessions that grow by turns, several at a time, old ones read again, until the records written are three times
+the raw capacity. It counts only if nodes evicted records; the reference work is put last. How torn the result is stands
+beside the times: mean slots per contiguous range, where a fresh store has whole runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import platform
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import uvloop
+from numpy.typing import NDArray
+
+from efs.errors import EfsError
+from efs.extent import ranges_of
+from efs.fs import FileSystem
+from efs.limits import GIB, MAX_DEADLINE_MS, MIB, STRIPE_SHARDS
+from efs.metrics import CounterFile
+from efs.nodedir import COUNTERS_FILE, index_path, slab_path
+from efs.placement import runs as runs_of
+from efs.storeview import StoreView
+from kvstore.config import Config
+from kvstore.keys import Chain, Namespace
+from kvstore.layout import V41_FLASH
+from kvstore.store import KVStore
+
+Bytes = NDArray[np.uint8]
+Remark = Callable[[str], None]
+Progress = Callable[[float], None]
+
+REFERENCE_BLOCKS: Final = 757
+REFERENCE_TOKENS: Final = 100_000
+CHURN: Final = 3.0
+"""Raw bytes written while ageing, in units of the capacity."""
+MEMORY_TARGET: Final = 64 * MIB
+FIRST_SEGMENT_TARGET: Final = 0.35
+FETCH_TARGETS: Final = {
+    ("fresh", 0, "mapped"): 1.7,
+    ("fresh", 0, "preadv"): 2.1,
+    ("aged", 0, "mapped"): 2.1,
+    ("aged", 0, "preadv"): 2.7,
+    ("fresh", 1, "mapped"): 2.0,
+    ("fresh", 1, "preadv"): 2.5,
+    ("fresh", 2, "mapped"): 2.0,
+    ("fresh", 2, "preadv"): 2.5,
+}
+MATCH_TARGET: Final = 0.5
+PUT_TARGET: Final = 10.0
+LOST_NODES: Final = (3, 7)
+RECORD_BYTES: Final = STRIPE_SHARDS * V41_FLASH.shape.slot_bytes
+"""Slots that one block takes on all nodes."""
+
+
+class BenchFailed(EfsError):
+    """A run did not do the work that was to be timed; its times mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """directory: an empty place for the stores. fresh_bytes, aged_bytes: raw capacities; the aged one is what is
+    churned."""
+
+    directory: Path
+    blocks: int = REFERENCE_BLOCKS
+    tokens: int = REFERENCE_TOKENS
+    runs: int = 9
+    seed: int = 1
+    fresh_bytes: int = 4 * GIB
+    aged_bytes: int = 768 * MIB
+    cold: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One result. `value` is in `unit`: "x memcpy", "share" or "bytes"; smaller is better. target: None where there
+    is none. milliseconds and memcpy_ms: medians, None where nothing was timed. notes: what the runs reported."""
+
+    case: str
+    value: float
+    unit: str
+    target: float | None
+    milliseconds: float | None
+    memcpy_ms: float | None
+    notes: dict[str, float]
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.target is None else self.value <= self.target
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """All rows of one benchmark, and the machine that they were taken on."""
+
+    rows: tuple[Row, ...]
+    plan: Plan
+    machine: dict[str, str]
+
+    @property
+    def missed(self) -> list[Row]:
+        return [row for row in self.rows if row.met is False]
+
+    def document(self) -> dict[str, object]:
+        """For JSON."""
+        plan = {**asdict(self.plan), "directory": str(self.plan.directory)}
+        return {"plan": plan, "machine": self.machine, "rows": [{**asdict(row), "met": row.met} for row in self.rows]}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The reference work: what is stored, where it lands, what must be there afterwards."""
+
+    chain: Chain
+    namespace: Namespace
+    tokens: NDArray[np.uint32]
+    block_major: Bytes
+    expected: Bytes
+    landing: Bytes
+
+
+def run_bench(plan: Plan, remark: Remark = lambda text: None, progress: Progress = lambda share: None) -> BenchReport:
+    """Run everything. BenchFailed when a run did not do its work."""
+    steps = _Steps(13 + (2 if plan.cold else 0), remark, progress)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, _quiet():
+        rows = runner.run(_all_cases(plan, steps))
+    return BenchReport(tuple(rows), plan, _machine(plan.directory))
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Where the benchmark is."""
+
+    total: int
+    remark: Remark
+    progress: Progress
+    done: int = 0
+
+    def begin(self, what: str) -> None:
+        self.remark(what)
+        self.progress(self.done / self.total)
+        self.done += 1
+
+
+async def _all_cases(plan: Plan, steps: _Steps) -> list[Row]:
+    with _work(plan) as work:
+        rows: list[Row] = []
+        fresh, aged = str(plan.directory / "fresh"), str(plan.directory / "aged")
+        steps.begin("fill a fresh store")
+        FileSystem.init(fresh, plan.fresh_bytes)
+        await _store_reference(fresh, work)
+        rows += await _fetch_cases(fresh, "fresh", plan, work, steps)
+        if plan.cold:
+            for backend in ("mapped", "preadv"):
+                steps.begin(f"fetch, cold, {backend}")
+                rows.append(await _cold_case(fresh, backend, plan, work))
+        steps.begin("match")
+        rows.append(await _match_case(fresh, plan, work))
+        steps.begin("put")
+        rows.append(await _put_case(fresh, plan, work))
+        steps.begin("memory")
+        rows += [await _memory_case(fresh, backend, work) for backend in ("mapped", "preadv")]
+        steps.begin(f"age a store: write {CHURN} times its capacity")
+        FileSystem.init(aged, plan.aged_bytes)
+        await _age(aged, plan, work)
+        await _store_reference(aged, work)
+        rows += await _fetch_cases(aged, "aged", plan, work, steps)
+        return rows
+
+
+# -- The work -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _work(plan: Plan) -> Iterator[Work]:
+    generator = np.random.default_rng(plan.seed)
+    namespace = Namespace("deepseek-v4.1-flash", "benchmark", V41_FLASH)
+    tokens = generator.integers(0, 129_280, plan.tokens, np.uint32)
+    chain = namespace.chain(tokens)[: plan.blocks]
+    if len(chain) != plan.blocks:
+        raise BenchFailed(f"{plan.tokens} tokens make {len(chain)} blocks, {plan.blocks} are wanted")
+    size = plan.blocks * V41_FLASH.block_bytes
+    block_major = generator.integers(0, 256, size, np.uint8)
+    expected = V41_FLASH.to_segments(block_major)
+    fd = os.memfd_create("kvstore-bench", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size)
+        with mmap.mmap(fd, size) as memory:
+            landing: Bytes = np.frombuffer(memory, np.uint8)
+            landing[:] = 0
+            try:
+                yield Work(chain, namespace, tokens, block_major, expected, landing)
+            finally:
+                del landing
+                with contextlib.suppress(BufferError):
+                    memory.close()
+    finally:
+        os.close(fd)
+
+
+@contextlib.asynccontextmanager
+async def _opened(root: str, backend: str = "preadv") -> AsyncIterator[KVStore]:
+    config = Config(
+        mapped=backend == "mapped",
+        get_deadline_ms=MAX_DEADLINE_MS,
+        put_deadline_ms=MAX_DEADLINE_MS,
+        match_deadline_ms=MAX_DEADLINE_MS,
+    )
+    async with await KVStore.open(root, config=config) as store:
+        yield store
+
+
+async def _store_reference(root: str, work: Work) -> None:
+    async with _opened(root) as store:
+        report = await store.put(work.chain, work.block_major)
+    if report.acked + report.already != len(work.chain) or report.at_risk:
+        raise BenchFailed(f"the reference work was not stored whole: {report}")
+
+
+@dataclass(slots=True)
+class _Times:
+    """Times of the runs of one case, in ms, and sums of what their reports said."""
+
+    work: list[float]
+    memcpy: list[float]
+    first: list[float]
+    rebuilt: int = 0
+    hedged: int = 0
+
+    def row(self, case: str, target: float | None, **notes: float) -> Row:
+        took, memcpy = statistics.median(self.work), statistics.median(self.memcpy)
+        notes |= {"runs": len(self.work), "fastest_ms": min(self.work), "slowest_ms": max(self.work)}
+        return Row(case, took / memcpy, "x memcpy", target, took, memcpy, notes)
+
+
+def _memcpy(work: Work) -> float:
+    """Milliseconds of copying the expected bytes into the landing; leaves other bytes there."""
+    started = time.perf_counter()
+    np.copyto(work.landing, work.expected)
+    took = time.perf_counter() - started
+    work.landing.fill(0x5A)
+    return took * 1000
+
+
+async def _fetch(store: KVStore, work: Work, times: _Times) -> None:
+    """One timed fetch; BenchFailed unless every block is ok and every byte right."""
+    first: list[float] = []
+
+    def on_segment(segment: int, blocks: int) -> None:
+        if segment == 0:
+            first.append(time.perf_counter())
+
+    times.memcpy.append(_memcpy(work))
+    started = time.perf_counter()
+    report = await store.get_into(work.chain, work.landing, on_segment=on_segment)
+    ended = time.perf_counter()
+    if report.blocks != len(work.chain) or not all(report.ok) or report.corrupt:
+        raise BenchFailed(
+            f"a fetch missed blocks: {report.blocks} of {len(work.chain)} ok, {report.corrupt} corrupt, "
+            f"{report.missing} missing, {report.raced} raced"
+        )
+    if not np.array_equal(work.landing, work.expected):
+        raise BenchFailed("a fetch delivered bytes that were not stored")
+    times.work.append((ended - started) * 1000)
+    times.first.append((first[0] - started) / (ended - started))
+    times.rebuilt += report.rebuilt
+    times.hedged += report.hedged
+
+
+# -- Cases ----------------------------------------------------------------------------------------------------------
+
+
+async def _fetch_cases(root: str, age: str, plan: Plan, work: Work, steps: _Steps) -> list[Row]:
+    rows = []
+    slots = mean_slots_per_range(root, work.chain)
+    for lost in range(len(LOST_NODES) + 1):
+        for backend in ("mapped", "preadv"):
+            steps.begin(f"fetch, {age}, {backend}, {_gone(lost)}")
+            with _without(root, LOST_NODES[:lost]):
+                times = await _timed_fetches(root, backend, plan, work)
+            if lost and not times.rebuilt:
+                raise BenchFailed(f"{_gone(lost)}, and no block was rebuilt")
+            case = f"fetch {age}, {backend}, {_gone(lost)}"
+            rows.append(
+                times.row(
+                    case,
+                    FETCH_TARGETS.get((age, lost, backend)),
+                    slots_per_range=slots,
+                    rebuilt=times.rebuilt / len(times.work),
+                    hedged=times.hedged / len(times.work),
+                )
+            )
+            if age == "fresh" and not lost:
+                rows.append(
+                    Row(
+                        f"first segment, {backend}",
+                        statistics.median(times.first),
+                        "share",
+                        FIRST_SEGMENT_TARGET,
+                        None,
+                        None,
+                        {},
+                    )
+                )
+    return rows
+
+
+def _gone(lost: int) -> str:
+    return ("healthy", "one node gone", "two nodes gone")[lost]
+
+
+async def _timed_fetches(root: str, backend: str, plan: Plan, work: Work) -> _Times:
+    async with _opened(root, backend) as store:
+        await _fetch(store, work, _Times([], [], []))  # Warms caches, maps and lag estimates; not counted.
+        times = _Times([], [], [])
+        for _ in range(plan.runs):
+            await _fetch(store, work, times)
+    return times
+
+
+async def _cold_case(root: str, backend: str, plan: Plan, work: Work) -> Row:
+    """Opening, which reads a little itself, is not timed; it comes before the cache is dropped where nothing is
+    mapped."""
+    times, resident = _Times([], [], []), []
+    for _ in range(plan.runs):
+        drop_page_cache(root)
+        async with _opened(root, backend) as store:
+            resident.append(resident_share(root))
+            await _fetch(store, work, times)
+    return times.row(f"fetch cold, {backend}, healthy", None, resident_share=max(resident))
+
+
+async def _match_case(root: str, plan: Plan, work: Work) -> Row:
+    times = _Times([], [], [])
+    async with _opened(root) as store:
+        for run in range(-1, plan.runs):
+            memcpy = _memcpy(work)
+            started = time.perf_counter()
+            chain = work.namespace.chain(work.tokens)
+            found = await store.match(chain[: plan.blocks])
+            took = time.perf_counter() - started
+            if found != plan.blocks:
+                raise BenchFailed(f"match found {found} of {plan.blocks} blocks")
+            if run >= 0:
+                times.memcpy.append(memcpy)
+                times.work.append(took * 1000)
+    return times.row(f"hash {len(work.tokens)} tokens and match", MATCH_TARGET)
+
+
+async def _put_case(root: str, plan: Plan, work: Work) -> Row:
+    times = _Times([], [], [])
+    generator = np.random.default_rng(plan.seed + 1)
+    async with _opened(root) as store:
+        for run in range(-1, plan.runs):
+            chain = work.namespace.chain(generator.integers(0, 129_280, plan.blocks * 128, np.uint32))
+            memcpy = _memcpy(work)
+            started = time.perf_counter()
+            report = await store.put(chain, work.block_major)
+            took = time.perf_counter() - started
+            if report.acked != plan.blocks or report.at_risk:
+                raise BenchFailed(f"a put did not store all blocks twelve times: {report}")
+            if run >= 0:
+                times.memcpy.append(memcpy)
+                times.work.append(took * 1000)
+    return times.row("put of new blocks", PUT_TARGET)
+
+
+async def _memory_case(root: str, backend: str, work: Work) -> Row:
+    """The first fetch of a store that was just opened, two nodes gone, so that everything it keeps is counted."""
+    with _without(root, LOST_NODES):
+        async with _opened(root, backend) as store:
+            before = _reset_peak()
+            await _fetch(store, work, _Times([], [], []))
+            grown = max(0, _status("VmHWM") - before)
+        async with _opened(root, backend) as store:
+            tracemalloc.start()
+            try:
+                await _fetch(store, work, _Times([], [], []))
+                traced = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+    # Pages of a map are the page cache's own and count as resident, so the process's peak says nothing there.
+    value = traced if backend == "mapped" else max(traced, grown)
+    return Row(
+        f"memory beside the destination, {backend}",
+        value,
+        "bytes",
+        MEMORY_TARGET,
+        None,
+        None,
+        {"traced_bytes": traced, "resident_growth_bytes": grown},
+    )
+
+
+def _reset_peak() -> int:
+    """Make the peak of resident memory the present value where the kernel allows it; returns the peak in bytes."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise BenchFailed(f"the kernel does not tell {name}")
+
+
+# -- Ageing ---------------------------------------------------------------------------------------------------------
+
+
+async def _age(root: str, plan: Plan, work: Work) -> None:
+    """Write CHURN times the capacity as sessions that grow by turns; BenchFailed unless records were evicted by it."""
+    source = random.Random(plan.seed)
+    written, wanted = 0, CHURN * plan.aged_bytes
+    sessions: list[tuple[Chain, int]] = []
+    async with _opened(root) as store:
+        while written < wanted:
+            if len(sessions) < 8:
+                tokens = np.frombuffer(source.randbytes(4 * 128 * 512), np.uint32) & 0xFFFF
+                sessions.append((work.namespace.chain(tokens), 0))
+            place = source.randrange(len(sessions))
+            chain, held = sessions[place]
+            if held and source.random() < 0.25:
+                await store.get_into(
+                    chain[: min(held, plan.blocks)], work.landing[: min(held, plan.blocks) * V41_FLASH.block_bytes]
+                )
+            turn = min(source.choice((1, 3, 8, 24, 64)), len(chain) - held, plan.blocks)
+            report = await store.put(chain[held : held + turn], work.block_major[: turn * V41_FLASH.block_bytes])
+            if report.acked + report.already != turn:
+                raise BenchFailed(f"a put while ageing failed: {report}")
+            written += report.acked * RECORD_BYTES
+            sessions[place] = (chain, held + turn)
+            if held + turn == len(chain) or source.random() < 0.05:
+                sessions.pop(place)
+    evicted = evicted_records(root)
+    if written < wanted or not min(evicted):
+        raise BenchFailed(
+            f"not aged: {written} bytes written for a capacity of {plan.aged_bytes}, "
+            f"{min(evicted)} records evicted on some node"
+        )
+
+
+def evicted_records(root: str) -> list[int]:
+    """Records that each node has evicted since it was made."""
+    found = []
+    for path in _node_paths(root):
+        counters = CounterFile.open(os.path.join(path, COUNTERS_FILE), writable=False)
+        found.append(counters.get("node_evicted"))
+        counters.close()
+    return found
+
+
+def mean_slots_per_range(root: str, chain: Sequence[bytes]) -> float:
+    """Mean length of the contiguous ranges in which nodes hold the runs of a chain. The store must be closed."""
+    keys = list(chain)
+    slots = ranges = 0
+    with StoreView.open(root) as view:
+        for node in view.views:
+            places = {entry.index_key[:32]: entry.location for entry in node.versions(keys)}
+            for start, stop in runs_of(keys):
+                held = [places[key] for key in keys[start:stop] if key in places]
+                slots += len(held)
+                ranges += len(ranges_of(np.array(held, np.int64)))
+    return slots / ranges if ranges else 0.0
+
+
+# -- Files ----------------------------------------------------------------------------------------------------------
+
+
+def _node_paths(root: str) -> tuple[str, ...]:
+    with StoreView.open(root) as view:
+        return view.config.node_paths
+
+
+@contextlib.contextmanager
+def _without(root: str, lost: Sequence[int]) -> Iterator[None]:
+    """Take node directories away for a while. The store must be closed before and after."""
+    paths = [_node_paths(root)[index] for index in lost]
+    for path in paths:
+        os.rename(path, path + ".away")
+    try:
+        yield
+    finally:
+        for path in paths:
+            os.rename(path + ".away", path)
+
+
+def _data_files(root: str) -> list[str]:
+    return [
+        file for path in _node_paths(root) for file in (slab_path(path), os.path.join(index_path(path), "data.mdb"))
+    ]
+
+
+def drop_page_cache(root: str) -> None:
+    """Drop what the page cache holds of a closed store's slabs and indexes."""
+    for file in _data_files(root):
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(fd)  # Dirty pages cannot be dropped.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def resident_share(root: str, samples: int = 64) -> float:
+    """Share of the slabs' allocated pages that can be read without waiting, by samples; -1 where the kernel cannot
+    tell."""
+    page = bytearray(mmap.PAGESIZE)
+    asked = there = 0
+    for file in (slab_path(path) for path in _node_paths(root)):
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            used = os.fstat(fd).st_blocks * 512
+            for offset in range(0, used, max(mmap.PAGESIZE, used // samples // mmap.PAGESIZE * mmap.PAGESIZE)):
+                asked += 1
+                try:
+                    there += os.preadv(fd, [page], offset, os.RWF_NOWAIT) == len(page)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    return -1.0
+        finally:
+            os.close(fd)
+    return there / asked if asked else 0.0
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Stores are opened without some of their nodes on purpose: no word about it."""
+    log = logging.getLogger("efs")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _machine(directory: Path) -> dict[str, str]:
+    model = "unknown"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return {
+        "cpu": model,
+        "cores": str(os.cpu_count()),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
