@@ -226,7 +226,7 @@ class UnitReads:
     def ensure(self, unit: Unit, segment: int) -> None:
         """First pass over one segment of a unit: ask its shards, verify; where one is lost take the unit whole."""
         shards = self.target.shape.segment_shards[segment]
-        complete = all([self._ask_once(unit, shard) for shard in shards])
+        complete = sum(self._ask_once(unit, shard) for shard in shards) == len(shards)
         if segment == len(self.good) - 1:
             self._ask_rest(unit)
         if complete:
