@@ -82,7 +82,7 @@ def run(
     place = _make_place(workdir)
     try:
         salt = None if store is None else f"demo-{(rng or random.SystemRandom()).randbytes(8).hex()}"
-        conductor = _Conductor(place, remark, clock or SystemClock(), salt)
+        conductor = Conductor(place, gguf_path(), cache_root(), remark, clock or SystemClock(), salt)
         return conductor.conduct(store, turns, str(place) if keep else None)
     finally:
         if not keep:
@@ -100,10 +100,12 @@ def _make_place(workdir: str | None) -> Path:
 
 
 @dataclass(slots=True)
-class _Conductor:
-    """State of one demonstration: what was found out so far, and the steps done."""
+class Conductor:
+    """One demonstration in a directory of its own: the steps done so far. salt: of all chains."""
 
     place: Path
+    gguf_file: Path
+    cache: Path
     remark: Remark
     clock: Clock
     salt: str | None
@@ -114,8 +116,7 @@ class _Conductor:
     def conduct(self, store: str | None, turns: int, kept: str | None) -> DemoReport:
         started = self.clock.monotonic()
         self.remark("preparing the model (converted once, then cached) …")
-        prepared = self.process(
-            "prepare", PrepareRequest(str(gguf_path()), str(cache_root())), PrepareResult)
+        prepared = self.process("prepare", PrepareRequest(str(self.gguf_file), str(self.cache)), PrepareResult)
         how = "converted" if prepared.converted else "found in the cache"
         self.remark(f"{MODEL_NAME} {how} in {prepared.seconds:.1f} s")
         encode, decode = _tokenizer(Path(prepared.directory))
@@ -169,7 +170,7 @@ class _Conductor:
                 blocks=known, rebuilt=0, corrupt=0, prefilled_tokens=len(prompt) - known * baseline.block_tokens,
                 acked=full - known,
             )
-            what = "blocks are computed and put" if number == 0 else "blocks come from the store"
+            what = "compute and put" if number == 0 else "from the store"
             self.step(f"turn {number + 1}: {what}", request, expected, turn, baseline.block_bytes)
             known = full
         assert request is not None
@@ -189,21 +190,21 @@ class _Conductor:
         replace_store(root, whole)
         remove_nodes(root, gone)
         self.step(
-            f"2 of 12 node directories deleted ({_named(gone)})", final,
+            f"nodes {_named(gone)} deleted", final,
             Expected(blocks, lost_data_blocks(keys, gone), 0, rest), turn, baseline.block_bytes)
 
         replace_store(root, whole)
         for flip in flips(keys):
             flip_shard(root, flip.node, keys[flip.block], flip.shard)
-        self.step("1 byte flipped in each of 2 shards", final, Expected(blocks, 2, 2, rest), turn, baseline.block_bytes)
-        self.step("once more: both shards are mended", final, Expected(blocks, 0, 0, rest), turn, baseline.block_bytes)
+        self.step("2 shards: 1 byte flipped", final, Expected(blocks, 2, 2, rest), turn, baseline.block_bytes)
+        self.step("once more: both mended", final, Expected(blocks, 0, 0, rest), turn, baseline.block_bytes)
 
         gone = nodes_to_remove(keys, 3)
         replace_store(root, whole)
         remove_nodes(root, gone)
         full = len(final.prompt) // baseline.block_tokens
         self.step(
-            f"3 of 12 node directories deleted ({_named(gone)})", final,
+            f"nodes {_named(gone)} deleted", final,
             Expected(0, 0, 0, len(final.prompt), failed=full), turn, baseline.block_bytes)
 
     def control(self, final: RunRequest, baseline: RunResult) -> None:
@@ -217,7 +218,7 @@ class _Conductor:
         expected = Expected(
             blocks, 0, 0, len(final.prompt) - blocks * baseline.block_tokens, same_answer=False)
         self.step(
-            f"negative control: block {zeroed} zeroed in memory", request, expected, baseline.turns[-1],
+            f"control: block {zeroed} zeroed", request, expected, baseline.turns[-1],
             baseline.block_bytes)
 
     # -- Processes

@@ -20,6 +20,10 @@ from kvstore.demo.steps import Expected
 
 MISMATCH: Final = 1
 """Exit code when a step did not come out as it must."""
+WIDE_COLUMNS: Final = 108
+_HEADINGS: Final = ("blocks", "rebuilt", "corrupt", "prefilled", "MB", "load", "rest", "cold", "saved")
+_LEGEND: Final = "load: match, fetch, copy · rest: prefill of the other tokens · cold: of all, no store · seconds"
+_WIDE_ONLY: Final = frozenset({"MB", "load", "rest"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,8 @@ class Screen:
             yield f"[dim]turn {number}, {exchange.prompt_tokens:,} tokens[/dim]  {escape(exchange.question)}"
             yield f"        [italic]{escape(' '.join(exchange.answer.split()))} …[/italic]"
         yield ""
-        yield _steps_table(report.steps, framed=console.is_terminal)
+        yield _steps_table(report.steps, framed=console.is_terminal, narrow=options.max_width < WIDE_COLUMNS)
+        yield f"[dim]{_LEGEND}[/dim]"
         for step in report.steps:
             for line in step.differences:
                 yield f"[bold red]{escape(step.title)}: {escape(line)}[/bold red]"
@@ -127,45 +132,58 @@ class Screen:
         yield from _closing_lines(report)
 
 
-def _steps_table(steps: Sequence[Step], framed: bool) -> Table:
-    table = Table(box=box.ROUNDED if framed else None, header_style="bold", pad_edge=framed)
-    table.add_column("each row is a new process")
-    for heading in ("blocks\nloaded", "\nrebuilt", "shards\ncorrupt", "tokens\nprefilled", "MB\nfetched", "load\ns",
-                    "prefill\ns", "without\nstore s", "saved\ns"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("\nanswer", no_wrap=True)
-    table.add_column("", no_wrap=True)
+def _steps_table(steps: Sequence[Step], framed: bool, narrow: bool) -> Table:
+    """A row for each process; a narrow one leaves out what the others imply."""
+    padding = (0, 0, 0, 0 if narrow and framed else 1)
+    table = Table(box=box.ROUNDED if framed else None, header_style="bold", pad_edge=framed, padding=padding)
+    table.add_column("a process each", no_wrap=True)
+    for heading in _HEADINGS:
+        if not narrow or heading not in _WIDE_ONLY:
+            table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("" if narrow else "answer", no_wrap=True)
     for step in steps:
-        found = step.found
-        report = found.get
-        same = step.expected.same_answer
+        cells = dict(zip(_HEADINGS, _numbers(step), strict=True))
+        answer = "✓" if narrow else "same ✓" if step.expected.same_answer else "differs ✓"
         table.add_row(
             escape(step.title),
-            str(report.blocks if report else 0),
-            str(report.rebuilt if report else 0),
-            str(report.corrupt if report else 0),
-            f"{found.prefilled_tokens:,} of {found.prompt_tokens:,}",
-            f"{report.bytes / 1e6:.1f}" if report else "0.0",
-            f"{found.load_seconds:.2f}",
-            f"{found.prefill_seconds:.2f}",
-            f"{step.baseline_seconds:.2f}",
-            f"{step.saved_seconds:.2f}" if same and report and report.blocks else "-",
-            ("same" if same else "differs") if not step.differences else "?",
-            "[green]ok[/green]" if not step.differences else "[bold red]WRONG[/bold red]",
+            *(cell for heading, cell in cells.items() if not narrow or heading not in _WIDE_ONLY),
+            f"[green]{answer}[/green]" if not step.differences else "[bold red]WRONG[/bold red]",
         )
     return table
 
 
+def _numbers(step: Step) -> tuple[str, ...]:
+    """The cells under _HEADINGS."""
+    found, report = step.found, step.found.get
+    resumed = report is not None and report.blocks > 0 and step.expected.same_answer
+    return (
+        str(report.blocks if report else 0),
+        str(report.rebuilt if report else 0),
+        str(report.corrupt if report else 0),
+        f"{found.prefilled_tokens:,}/{found.prompt_tokens:,}",
+        f"{report.bytes / 1e6:.1f}" if report else "0.0",
+        f"{found.load_seconds:.2f}",
+        f"{found.prefill_seconds:.1f}",
+        f"{step.baseline_seconds:.1f}",
+        f"{step.saved_seconds:.1f}" if resumed else "-",
+    )
+
+
 def _closing_lines(report: DemoReport) -> list[str]:
     lines = []
-    resumed = [step for step in report.steps if step.found.get is not None and step.found.get.blocks
-               and step.expected.same_answer]
-    if resumed:
-        best = max(resumed, key=lambda step: step.saved_seconds)
-        share = best.saved_seconds / best.baseline_seconds
+    last_turn = report.steps[len(report.exchanges) - 1] if len(report.steps) >= len(report.exchanges) > 1 else None
+    if last_turn is not None and last_turn.found.get is not None and last_turn.baseline_seconds > 0:
+        got, saved = last_turn.found.get, last_turn.saved_seconds
         lines.append(
-            f"{escape(best.title)}: {best.saved_seconds:.1f} s of {best.baseline_seconds:.1f} s prefill saved "
-            f"({share:.0%}), {report.threads} threads"
+            f"turn {len(report.exchanges)} in a new process: {got.blocks} blocks, {got.bytes / 1e6:.1f} MB, back in "
+            f"{last_turn.found.load_seconds:.2f} s; {saved:.1f} s of {last_turn.baseline_seconds:.1f} s prefill saved "
+            f"({saved / last_turn.baseline_seconds:.0%}), {report.threads} threads"
+        )
+    if report.store_bytes is not None and report.steps:
+        blocks = sum(step.expected.acked for step in report.steps)
+        lines.append(
+            f"{blocks} blocks, {blocks * report.block_bytes / 1e6:.1f} MB of KV, "
+            f"take {report.store_bytes / 1e6:.1f} MB in the 12 directories"
         )
     if report.left_out is not None:
         lines.append(f"[yellow]{escape(report.left_out)}[/yellow]")

@@ -57,10 +57,18 @@ def test_text_of_the_model_is_not_taken_for_markup() -> None:
 
 def test_the_row_has_the_numbers_of_the_step() -> None:
     text = shown(report(step("turn 2: resumed")).table(), terminal=False, width=160)
-    row = next(line for line in text.splitlines() if "turn 2: resumed" in line and "16 of 400" in line)
-    assert row.split()[3:] == [
-        "3", "0", "0", "16", "of", "400", "0.0", "0.10", "0.20", "2.00", "1.70", "same", "ok",
-    ]
+    row = next(line for line in text.splitlines() if line.startswith("turn 2: resumed"))
+    assert row.split()[3:] == ["3", "0", "0", "16/400", "0.0", "0.10", "0.2", "2.0", "1.7", "same", "✓"]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_every_row_fits_the_width_without_being_cut(width: int, terminal: bool) -> None:
+    text = shown(report(step("nodes 03, 06, 10 deleted")).table(), terminal, width)
+    assert "nodes 03, 06, 10 deleted" in text
+    assert "✓" in text
+    assert "…" not in text.split("a process each")[1]
+    assert max(map(len, text.splitlines())) <= width
 
 
 def test_the_document_is_json_and_says_what_was_expected_and_found() -> None:
