@@ -11,7 +11,7 @@ turns of TABLES_AT_ONCE.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Final
@@ -24,7 +24,7 @@ from efs.contract import ABSENT, NodeTable, VersionRow
 from efs.errors import InvalidArgument
 from efs.extent import SLOT_BITS, SLOT_MASK, Geometry
 from efs.hotmap import SEVERAL
-from efs.index import Held, IndexEntry
+from efs.index import INDEX_KEY_BYTES, Held, IndexEntry
 from efs.limits import KEY_BYTES, MAX_KEYS_PER_CALL, TABLE_CACHE_BYTES
 from efs.nodeguard import Guard
 from efs.nodestate import Locations, NodeState, Resolution
@@ -36,7 +36,7 @@ KEYS_AT_ONCE: Final = 4_096
 """Keys looked up in the index by one piece of work of the reader thread: a few milliseconds."""
 TABLES_AT_ONCE: Final = 16
 """Tables that one call holds in memory at once beyond what the cache keeps anyway."""
-_NO_DIGEST: Final = np.zeros((0, 2), np.uint64)
+_NAME_WORDS: Final = INDEX_KEY_BYTES // 8
 
 
 class Lookups:
@@ -138,12 +138,9 @@ class Lookups:
         if len(locations) > MAX_KEYS_PER_CALL:
             raise InvalidArgument(f"{len(locations)} headers asked, at most {MAX_KEYS_PER_CALL}")
         out = np.zeros((len(locations), header_bytes(segments)), np.uint8)
-        for rows in self._turns(locations):
-            mine = locations[rows]
-            found = self.headers_now(mine, generations[rows], segments)
-            while found is None:
-                await self.load((mine >> SLOT_BITS).tolist(), deadline)
-                found = self.headers_now(mine, generations[rows], segments)
+        async for rows in self.with_tables(locations, deadline):
+            found = self.headers_now(locations[rows], generations[rows], segments)
+            assert found is not None, "the tables are in memory"
             out[rows] = found
         return out
 
@@ -152,8 +149,7 @@ class Lookups:
     async def resolve(self, keys: Sequence[bytes], deadline: Deadline) -> dict[bytes, tuple[int, ...]]:
         """Make all keys known. Until the caller next awaits, `versions(key, result)` is exact for each of them."""
         state = self._state
-        resolution = Resolution()
-        state.resolutions.append(resolution)
+        resolution = state.watch()
         try:
             while True:
                 unknown = [key for key in state.hot.unknown(keys) if key not in resolution.found]
@@ -164,7 +160,7 @@ class Lookups:
                 held = await self._guard.ask(partial(state.index.look_up, part), deadline)
                 await self._learn(part, held, resolution, deadline)
         finally:
-            state.resolutions.remove(resolution)
+            state.unwatch(resolution)
 
     async def _learn(self, keys: Sequence[bytes], held: Sequence[list[Held]], resolution: Resolution,
                      deadline: Deadline) -> None:
@@ -173,12 +169,9 @@ class Lookups:
                    for key, versions in zip(keys, held, strict=True) for version in versions]
         kept: dict[bytes, list[int]] = {key: [] for key in keys}
         locations = np.array([min(entry.location, np.iinfo(np.int64).max) for entry in entries], np.int64)
-        for rows in self._turns(locations):
+        async for rows in self.with_tables(locations, deadline):
             mine = [entries[row] for row in rows.tolist()]
             sound = self._compare(mine, locations[rows])
-            while sound is None:
-                await self.load((locations[rows] >> SLOT_BITS).tolist(), deadline)
-                sound = self._compare(mine, locations[rows])
             for entry, stands in zip(mine, sound.tolist(), strict=True):
                 key = entry.index_key[:KEY_BYTES]
                 if key in resolution.changed:
@@ -192,19 +185,16 @@ class Lookups:
                 resolution.found[key] = tuple(places)
                 self._state.hot.set(key, tuple(places))
 
-    def _compare(self, entries: Sequence[IndexEntry], locations: Locations) -> NDArray[np.bool_] | None:
-        """(n,) whether the table has what the index entries say; None when a table is not in memory."""
+    def _compare(self, entries: Sequence[IndexEntry], locations: Locations) -> NDArray[np.bool_]:
+        """(n,) whether the tables, which are in memory, have what the index entries say."""
         sound = np.zeros(len(entries), np.bool_)
-        names = np.frombuffer(b"".join(entry.index_key for entry in entries), "<u8").reshape(len(entries), -1)
+        names = np.frombuffer(b"".join(entry.index_key for entry in entries), "<u8").reshape(len(entries), _NAME_WORDS)
         generations = np.array([entry.generation for entry in entries], np.uint64)
         for part in stretches_of(locations >> SLOT_BITS):
             extent = int(locations[part][0]) >> SLOT_BITS
-            if self._geometry(extent) is None:
-                continue
-            table = self._state.tables.get(extent)
-            if table is None:
-                return None
-            sound[part] = _matches(table, locations[part] & SLOT_MASK, names[part], generations[part])
+            if self._geometry(extent) is not None:
+                table = self._state.table(extent)
+                sound[part] = _matches(table, locations[part] & SLOT_MASK, names[part], generations[part])
         return sound
 
     def _stale(self, entry: IndexEntry) -> None:
@@ -218,24 +208,18 @@ class Lookups:
     async def _gather(self, locations: Locations, keys: Sequence[bytes], deadline: Deadline) -> NDArray[np.void]:
         """(n,) of LOOK, zeros where a slot no longer holds the key."""
         look = np.zeros(len(locations), LOOK)
-        words = np.frombuffer(b"".join(keys), "<u8").reshape(len(keys), -1)
-        for rows in self._turns(locations):
-            found = self._look_checked(locations[rows], words[rows])
-            while found is None:
-                await self.load((locations[rows] >> SLOT_BITS).tolist(), deadline)
-                found = self._look_checked(locations[rows], words[rows])
-            look[rows] = found
+        words = np.frombuffer(b"".join(keys), "<u8").reshape(len(keys), KEY_BYTES // 8)
+        async for rows in self.with_tables(locations, deadline):
+            look[rows] = self._look_checked(locations[rows], words[rows])
         return look
 
-    def _look_checked(self, locations: Locations, keys: NDArray[np.uint64]) -> NDArray[np.void] | None:
+    def _look_checked(self, locations: Locations, keys: NDArray[np.uint64]) -> NDArray[np.void]:
         found = np.zeros(len(locations), LOOK)
         for part in stretches_of(locations >> SLOT_BITS):
             extent = int(locations[part][0]) >> SLOT_BITS
             if self._geometry(extent) is None:
                 continue
-            table = self._state.tables.get(extent)
-            if table is None:
-                return None
+            table = self._state.table(extent)
             slots = locations[part] & SLOT_MASK
             slots = np.where(slots < table.geometry.slots, slots, 0)
             same = (table.rows(slots)["key"] == keys[part]).all(axis=1)
@@ -256,6 +240,15 @@ class Lookups:
         tables = self._state.tables
         tables.add((Table(extent, geometry, entries) for (extent, geometry, version), entries
                     in zip(wanted, loaded, strict=True) if tables.version(extent) == version), extents)
+
+    async def with_tables(self, locations: Locations, deadline: Deadline) -> AsyncIterator[NDArray[np.intp]]:
+        """Rows in groups, each when the tables of its locations are in memory, where they stay until the caller awaits.
+        Locations in extents that are free by then come without a table."""
+        for rows in self._turns(locations):
+            extents = np.unique(locations[rows] >> SLOT_BITS).tolist()
+            while any(self._geometry(extent) is not None for extent in self._state.tables.missing(extents)):
+                await self.load(extents, deadline)
+            yield rows
 
     def _turns(self, locations: Locations) -> Iterator[NDArray[np.intp]]:
         """Rows in groups of few extents, whose tables together fit the cache if more than one is in a group."""

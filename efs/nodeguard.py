@@ -83,6 +83,13 @@ class Guard:
             self.counters.add("node_read_only")
             self.read_only = why
 
+    def require_room(self, thread: IoThread) -> None:
+        """NodeUnavailable when the thread's queue is full: before anything is changed for work that it would refuse."""
+        if thread.full:
+            self.require_open()
+            self.counters.add("node_queue_refused")
+            raise self.unavailable("its queue is full")
+
     def submit(self, thread: IoThread, work: Callable[[], T], settle: Settle[T, R]) -> asyncio.Future[R]:
         """Queue work; NodeUnavailable when the queue is full."""
         try:

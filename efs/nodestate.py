@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from efs.allocator import FREE, LIVE, Allocator
 from efs.eviction import Eviction
-from efs.extent import SLOT_BITS, SLOT_MASK, Geometry, SlotClass
+from efs.extent import SLOT_BITS, SLOT_MASK, Geometry, SlotClass, ranges_of
 from efs.hotmap import HotMap
 from efs.index import Index, IndexEntry
 from efs.limits import DELETE_BATCH, KEY_BYTES
@@ -34,6 +34,7 @@ from efs.nodedir import GENERATION_BITS, BootRecord, NodeConfig
 from efs.slab import Slab
 from efs.stamps import Stamps
 from efs.tables import Table, Tables, stretches_of
+from efs.writejob import Slots
 
 Locations = NDArray[np.int64]
 
@@ -69,7 +70,7 @@ class NodeState:
     unformatted: dict[int, int] = field(default_factory=dict)
     """Extents given to a class in memory whose format is not known to be on disk, with a number for each giving."""
     unsettled: bool = False
-    """Whether the disk differs from memory in a way that only the next opening can mend."""
+    """Whether the disk may differ from memory in a way that only the next opening can mend."""
     _used_generations: int = 0
     _formats: int = 0
 
@@ -159,6 +160,15 @@ class NodeState:
             self.hot.add(index_key[:KEY_BYTES], place)
         self.note_changes(name[:KEY_BYTES] for name in index_keys)
 
+    def watch(self) -> Resolution:
+        """Begin to record which keys change; ends with `unwatch`."""
+        resolution = Resolution()
+        self.resolutions.append(resolution)
+        return resolution
+
+    def unwatch(self, resolution: Resolution) -> None:
+        self.resolutions = [running for running in self.resolutions if running is not resolution]
+
     def note_changes(self, keys: Iterable[bytes]) -> None:
         """What is held of these keys changed: look-ups that are running look again."""
         if self.resolutions:
@@ -181,21 +191,38 @@ class NodeState:
             self.leaving.discard(entry.index_key)
             self.note_changes((entry.index_key[:KEY_BYTES],))
 
-    def owe(self, entries: Iterable[IndexEntry], locations: Iterable[int]) -> None:
-        """A job failed: these index entries may still be there, and these slots' entries not zeroed."""
+    def owe(self, entries: Iterable[IndexEntry], cleared: Iterable[Slots]) -> None:
+        """A job failed or was never made: these index entries may still be there, and these table entries not
+        zeroed."""
         for entry in entries:
             self.owed_entries[entry.index_key] = entry
             self.leaving.add(entry.index_key)
-        self.owed_slots.update(locations)
+        for slots in cleared:
+            extent = slots.location >> SLOT_BITS
+            if extent in self.unformatted or self.allocator.geometry(extent) != slots.geometry:
+                # The extent was taken from these records; they stand on disk until it is formatted.
+                self.unsettled = True
+            else:
+                self.owed_slots.update(range(slots.location, slots.location + slots.count))
 
-    def take_owed(self) -> tuple[list[IndexEntry], Locations]:
+    def take_owed(self) -> tuple[list[IndexEntry], list[Slots]]:
         """What the next job should delete and zero for earlier ones; slots that were used since are left out."""
         entries = [self.owed_entries.pop(name) for name in list(self.owed_entries)[:DELETE_BATCH]]
         slots = np.array(sorted(self.owed_slots), np.int64)
         self.owed_slots.clear()
-        free = self.allocator.states(slots) == FREE
-        formatted = np.array([int(slot) >> SLOT_BITS not in self.unformatted for slot in slots], np.bool_)
-        return entries, slots[free & formatted]
+        slots = slots[self.allocator.states(slots) == FREE]
+        ranges = []
+        for _, location, count in ranges_of(slots):
+            geometry = self.allocator.geometry(location >> SLOT_BITS)
+            if geometry is not None and location >> SLOT_BITS not in self.unformatted:
+                ranges.append(Slots(geometry, location, count))
+        return entries, ranges
+
+    def release_unformatted(self) -> None:
+        """Take back extents that were given to a class and hold nothing, because the job that needed them failed."""
+        for extent in list(self.unformatted):
+            if not self.allocator.busy(extent) and not len(self.allocator.live_slots_of(extent)):
+                self.end_extent(extent)
 
     @property
     def in_debt(self) -> bool:
