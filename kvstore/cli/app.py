@@ -72,6 +72,8 @@ class CommandGroup(TyperGroup):
         """Run the command; with --traceback show where its failure came from, before `main` ends it as one line."""
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            raise typer.Exit(_reader_is_gone()) from None
         except Exception:
             if isinstance(ctx.obj, RootOptions) and ctx.obj.traceback:
                 traceback.print_exc()
@@ -93,14 +95,18 @@ class CommandGroup(TyperGroup):
             code = outcome if isinstance(outcome, int) else 0
             sys.stdout.flush()
         except BrokenPipeError:
-            # The reader of our output went away; what is still buffered must not fail again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = BROKEN_PIPE
+            code = _reader_is_gone()
         except (Exception, KeyboardInterrupt) as error:
             code = report(error)
         if standalone_mode:
             sys.exit(code)
         return code
+
+
+def _reader_is_gone() -> int:
+    """The reader of our output went away: what is still buffered must not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
 
 
 def _show_version(wanted: bool) -> None:

@@ -32,7 +32,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("bench", help=_HELP)(bench)
+    app.command("bench", help=_HELP, short_help="Measure this machine against memcpy.")(bench)
 
 
 def bench(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -33,7 +34,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("config", help=_HELP)(config)
+    app.command("config", help=_HELP, short_help="Show settings and their sources.")(config)
 
 
 def config(
@@ -56,6 +57,7 @@ def config(
     document: dict[str, Json] = {"settings": [_as_json(setting) for setting in settings]}
     if of_store:
         document["store"] = [_as_json(setting) for setting in of_store]
+    of_store = [replace(setting, name=f"store: {setting.name}") for setting in of_store]
     terminal.result(document, lambda console: console.print(_as_table([*settings, *of_store])))
 
 

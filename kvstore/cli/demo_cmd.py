@@ -24,7 +24,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("demo", help=_HELP)(demo)
+    app.command("demo", help=_HELP, short_help="Resume a real model's conversation from the store.")(demo)
 
 
 def demo(

@@ -27,7 +27,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor", help=_HELP)(doctor)
+    app.command("doctor", help=_HELP, short_help="Check this machine.")(doctor)
 
 
 def doctor(

@@ -36,7 +36,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("fsck", help=_HELP)(fsck)
+    app.command("fsck", help=_HELP, short_help="Check a store, reading only.")(fsck)
 
 
 def fsck(

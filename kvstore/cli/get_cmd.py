@@ -55,7 +55,7 @@ Sink = Callable[[bytes], Awaitable[object]]
 
 
 def register(app: typer.Typer) -> None:
-    app.command("get", help=_HELP)(get)
+    app.command("get", help=_HELP, short_help="Fetch blocks into a file.")(get)
 
 
 def get(

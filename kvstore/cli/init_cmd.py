@@ -29,7 +29,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("init", help=_HELP)(init)
+    app.command("init", help=_HELP, short_help="Make a store.")(init)
 
 
 def init(

@@ -57,7 +57,7 @@ class ShardRow:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("inspect", help=_HELP)(inspect)
+    app.command("inspect", help=_HELP, short_help="Show every shard of a block.")(inspect)
 
 
 def inspect(

@@ -49,7 +49,7 @@ class Listed:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("ls", help=_HELP)(ls)
+    app.command("ls", help=_HELP, short_help="List blocks.")(ls)
 
 
 def ls(

@@ -41,7 +41,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("match", help=_HELP)(match)
+    app.command("match", help=_HELP, short_help="Count the leading blocks that are there.")(match)
 
 
 def match(

@@ -49,7 +49,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("put", help=_HELP)(put)
+    app.command("put", help=_HELP, short_help="Store the blocks of a file.")(put)
 
 
 def put(

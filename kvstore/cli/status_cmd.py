@@ -62,7 +62,7 @@ class NodeRow:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("status", help=_HELP)(status)
+    app.command("status", help=_HELP, short_help="Show nodes, space, blocks and counters.")(status)
 
 
 def status(

@@ -47,10 +47,16 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="1 to 64 of a-
 
 
 def register(app: typer.Typer) -> None:
-    tenant = typer.Typer(name="tenant", help=_HELP, rich_markup_mode=None, add_completion=False)
-    tenant.command("add", help=_ADD)(add)
-    tenant.command("list", help=_LIST)(list_)
-    tenant.command("rotate", help=_ROTATE)(rotate)
+    tenant = typer.Typer(
+        name="tenant",
+        help=_HELP,
+        short_help="Add, list and rotate tenants.",
+        rich_markup_mode=None,
+        add_completion=False,
+    )
+    tenant.command("add", help=_ADD, short_help="Add a tenant.")(add)
+    tenant.command("list", help=_LIST, short_help="List tenants.")(list_)
+    tenant.command("rotate", help=_ROTATE, short_help="Make a tenant's blocks unreachable.")(rotate)
     app.add_typer(tenant)
 
 
