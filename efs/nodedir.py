@@ -387,7 +387,10 @@ class OwnerLock:
         """Give it up. A second call does nothing."""
         fd, self._fd = self._fd, None
         if fd is not None:
-            self._io.close(fd)
+            try:
+                self._io.unlock(fd)
+            finally:
+                self._io.close(fd)
 
 
 def written_pid(io: Io, directory: str) -> int | None:

@@ -63,6 +63,8 @@ class Io(Protocol):
 
     def lock(self, fd: int) -> None: ...
 
+    def unlock(self, fd: int) -> None: ...
+
     def index_commit(self, commit: Callable[[], None]) -> None: ...
 
     def index_sync(self, sync: Callable[[], None]) -> None: ...
@@ -120,6 +122,10 @@ class SystemIo:
     def lock(self, fd: int) -> None:
         """Take an exclusive lock without waiting; BlockingIOError when another process has it."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def unlock(self, fd: int) -> None:
+        """Give a lock up. Closing alone would leave it to every child that was forked meanwhile and holds the file."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
     def index_commit(self, commit: Callable[[], None]) -> None:
         commit()

@@ -153,7 +153,10 @@ def _exclusive(io: Io, root: str) -> Iterator[None]:
             io.lock(fd)
         except BlockingIOError as error:
             raise Locked(os.path.join(root, TENANTS_FILE), None) from error
-        yield
+        try:
+            yield
+        finally:
+            io.unlock(fd)
     finally:
         io.close(fd)
 

@@ -248,6 +248,10 @@ class FaultIo:
         self._enter("lock", self._path(fd))
         self._inner.lock(fd)
 
+    def unlock(self, fd: int) -> None:
+        self._enter("unlock", self._path(fd))
+        self._inner.unlock(fd)
+
     def index_commit(self, commit: Callable[[], None]) -> None:
         self._enter("index_commit", "index")
         self._inner.index_commit(commit)

@@ -172,6 +172,27 @@ def test_the_blocking_store_reads_what_it_wrote(root: str) -> None:
         assert store.match(CHAIN) == BLOCKS
 
 
+def test_a_store_can_be_reopened_while_a_forked_child_lives(root: str) -> None:
+    program = f"""
+import os, signal
+from kvstore import KVStore
+store = KVStore.blocking({root!r})
+child = os.fork()
+if child == 0:
+    signal.pause()
+store.close()
+try:
+    with KVStore.blocking({root!r}) as store:
+        print(len(store.nodes()))
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "12\n", "")
+
+
 def test_a_program_that_forgets_to_close_leaves_a_whole_store(root: str) -> None:
     program = f"""
 import numpy as np
