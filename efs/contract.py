@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,7 @@ class NodeTable:
     extra: tuple[VersionRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """A contiguous range of slots on one node: `count` neighbouring locations from `location`, each of `slot_bytes`
     with `shard_bytes` of payload."""
@@ -68,8 +68,7 @@ class Span:
     slot_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stride:
+class Stride(NamedTuple):
     """Where one piece of each shard of a span goes: row r takes bytes [source, source + size) of its shard to
     [start + r · step, start + r · step + size) of the landing's buffer."""
 
@@ -124,7 +123,7 @@ class Node(Protocol):
 
     @property
     def suspect(self) -> bool:
-        """Whether the oldest running operation is older than HUNG_MS. Until it ends, new reads and writes are refused."""
+        """Whether the oldest running operation is older than HUNG_MS. Until it ends new reads and writes are refused."""
         ...
 
     def look_up_now(self, keys: Sequence[bytes]) -> NodeTable | None:

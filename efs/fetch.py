@@ -77,7 +77,7 @@ class Fetch:
         )
         self._reads = reads
         reads.dead[:] = ~headed
-        units = self._units(headed)
+        units = reads.cut(self._stretches(headed))
         for segment in range(segments):
             for unit in units:
                 reads.ensure(unit, segment)
@@ -180,14 +180,14 @@ class Fetch:
         expected[chosen] = fields["segment_hashes"][right]
         headed[chosen] = True
 
-    def _units(self, headed: NDArray[np.bool_]) -> list[Unit]:
-        units = []
-        for start, stop, group in self._runs:
-            for low, high in stretches(headed[start:stop]):
-                for first in range(start + low, start + high, UNIT_BLOCKS):
-                    last = min(first + UNIT_BLOCKS, start + high)
-                    units.append(Unit(first, last, rotation_of(group), spare_shard_of(group)))
-        return units
+    def _stretches(self, headed: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
+        """(start, stop, rotation, spare shard) of neighbouring blocks of one run that have a header."""
+        return [
+            (first, min(first + UNIT_BLOCKS, start + high), rotation_of(group), spare_shard_of(group))
+            for start, stop, group in self._runs
+            for low, high in stretches(headed[start:stop])
+            for first in range(start + low, start + high, UNIT_BLOCKS)
+        ]
 
     # -- settling -------------------------------------------------------------------------------------------------
 

@@ -119,12 +119,14 @@ class Unit:
     """The state machine of one unit: blocks [start, stop) of the fetch, all of one rotation.
 
     state: (12, rows) uint8 by shard index, values of `Shard`. computed: (12, rows) bool, in hand by rebuilding.
-    open: (rows,) bool, blocks still being worked on. whole: shards that came at once for every row. rebuilds: how often
-    a rebuilt block disagreed with its header.
+    open: (rows,) bool, blocks still being worked on. contiguous: by node the location of the first block where all of
+    them lie in neighbouring slots, else -1. whole: shards that came at once for every row. segments_good: segments
+    verified for all rows at once. rebuilds: how often a rebuilt block disagreed with its header.
     """
 
     __slots__ = (
-        "computed", "late_from", "open", "rebuilds", "retried", "rotation", "spare", "start", "state", "stop", "whole",
+        "computed", "contiguous", "late_from", "open", "rebuilds", "retried", "rotation", "segments_good", "spare",
+        "start", "state", "stop", "whole",
     )
 
     def __init__(self, start: int, stop: int, rotation: int, spare: int) -> None:
@@ -138,6 +140,8 @@ class Unit:
         self.rebuilds = 0
         self.retried: set[tuple[int, int]] = set()
         self.whole: set[int] = set()
+        self.contiguous = [-1] * STRIPE_SHARDS
+        self.segments_good = 0
         self.late_from: float | None = None
 
     def node_of(self, shard: int) -> int:

@@ -23,16 +23,18 @@ class Target:
         self.shape = shape
         self.blocks = blocks
         self._bytes: NDArray[np.uint8] = np.frombuffer(out, np.uint8)
+        # By shard its strides, as (source, size, start for block 0, step): only the start depends on the block.
+        self._strides = tuple(
+            tuple(Stride(piece.shard_offset, piece.size, self._start(piece), shape.segment_bytes[piece.segment])
+                  for piece in pieces)
+            for pieces in shape.pieces
+        )
         self._whole = tuple(
             len(pieces) == 1 and pieces[0].size == shape.shard_bytes for pieces in shape.pieces
         )
 
-    def _start(self, piece: Piece, block: int) -> int:
-        return (
-            self.blocks * self.shape.segment_offsets[piece.segment]
-            + block * self.shape.segment_bytes[piece.segment]
-            + piece.segment_offset
-        )
+    def _start(self, piece: Piece) -> int:
+        return self.blocks * self.shape.segment_offsets[piece.segment] + piece.segment_offset
 
     def _piece_rows(self, piece: Piece, start: int, stop: int) -> NDArray[np.uint8]:
         """(stop - start, piece.size) view of one piece of neighbouring blocks."""
@@ -43,14 +45,12 @@ class Target:
 
     def landing(self, shard: int, block: int) -> Landing:
         """Where one data shard of blocks from `block` on belongs."""
-        step = self.shape.segment_bytes
-        return Landing(
-            self.out,
-            tuple(
-                Stride(piece.shard_offset, piece.size, self._start(piece, block), step[piece.segment])
-                for piece in self.shape.pieces[shard]
-            ),
-        )
+        strides = self._strides[shard]
+        if len(strides) == 1:
+            source, size, start, step = strides[0]
+            return Landing(self.out, (Stride(source, size, start + block * step, step),))
+        return Landing(self.out, tuple([Stride(source, size, start + block * step, step)
+                                        for source, size, start, step in strides]))
 
     def segment_hashes(self, segment: int, start: int, stop: int) -> list[int]:
         """xxh3_64 of one segment of each of the blocks [start, stop)."""

@@ -100,25 +100,40 @@ class UnitReads:
         self.good = np.zeros((len(target.shape.segment_bytes), target.blocks), np.bool_)
         self.dead = np.zeros(target.blocks, np.bool_)
         self.suspects: list[tuple[Unit, int]] = []
+        self._shard_bytes, self._slot_bytes = target.shape.shard_bytes, target.shape.slot_bytes
         self._linked = np.diff(pins.location, axis=1) == 1
         self._parity: dict[tuple[int, int], bytearray] = {}
         self._queue: dict[int, list[Request]] = {}
         self._flying: list[Request] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def cut(self, runs: Sequence[tuple[int, int, int, int]]) -> list[Unit]:
+        """Units of the (start, stop, rotation, spare shard) stretches of blocks, each with what is contiguous in it."""
+        units = [Unit(*run) for run in runs]
+        if not units:
+            return units
+        starts = np.array([unit.start for unit in units])
+        lasts = np.array([unit.stop - 1 for unit in units])
+        breaks = np.zeros(self.pins.location.shape, np.int64)
+        np.cumsum(~self._linked, axis=1, out=breaks[:, 1:])
+        whole = breaks[:, starts] == breaks[:, lasts]
+        firsts = np.where(whole, self.pins.location[:, starts], ABSENT)
+        for unit, contiguous in zip(units, firsts.T.tolist(), strict=True):
+            unit.contiguous = contiguous
+        return units
+
     # -- asking ---------------------------------------------------------------------------------------------------
 
     def ask(self, unit: Unit, shard: int, rows: NDArray[np.bool_] | None = None) -> bool:
         """Request a shard of the unit's blocks (all, or the chosen rows). True when every row of it is in hand now."""
-        node_index = unit.node_of(shard)
+        node_index = (shard + unit.rotation) % STRIPE_SHARDS
         node = self.context.nodes[node_index]
         if node is None:
             return self._absent(unit, shard, np.ones(unit.stop - unit.start, np.bool_) if rows is None else rows)
-        location = self.pins.location[node_index]
-        linked = self._linked[node_index, unit.start : unit.stop - 1]
-        if rows is None and location[unit.start] != ABSENT and linked.all():
+        if rows is None and (first := unit.contiguous[node_index]) != ABSENT:
             self.context.budget.earn(unit.stop - unit.start)
-            return self._request(unit, shard, 0, unit.stop - unit.start, node, int(location[unit.start]))
+            return self._request(unit, shard, 0, unit.stop - unit.start, node, first)
+        location = self.pins.location[node_index]
         held = location[unit.start : unit.stop] != ABSENT
         wanted = held if rows is None else held & rows
         complete = True
@@ -135,6 +150,7 @@ class UnitReads:
         self.pins.location[node_index, block] = location
         self.pins.generation[node_index, block] = generation
         self._linked[node_index, max(0, block - 1) : block + 1] = False
+        unit.contiguous[node_index] = ABSENT
         rows = np.zeros(unit.stop - unit.start, np.bool_)
         rows[row] = True
         self.ask(unit, shard, rows)
@@ -152,8 +168,7 @@ class UnitReads:
             yield from pairwise(cuts)
 
     def _request(self, unit: Unit, shard: int, low: int, high: int, node: Node, location: int) -> bool:
-        shape = self.target.shape
-        span = Span(location, high - low, shape.shard_bytes, shape.slot_bytes)
+        span = Span(location, high - low, self._shard_bytes, self._slot_bytes)
         landing = self._landing(unit, shard, low)
         try:
             if node.read_now(span, landing):
@@ -265,6 +280,11 @@ class UnitReads:
         expected = self.expected[segment][start:stop]
         if found == expected:
             self.good[segment, start:stop] = True
+            if low == 0 and stop == unit.stop:
+                # All rows at once is the rule; rows are closed when the last segment is in.
+                unit.segments_good += 1
+                if unit.segments_good < len(self.good):
+                    return
         else:
             for row, (one, other) in enumerate(zip(found, expected, strict=True), low):
                 if one == other:
