@@ -40,7 +40,7 @@ ORDER_CHUNKS: Final = 1024
 """Chunks put in order at a time: ranking all of a 100 GB node takes milliseconds, which many puts then share."""
 _NO_KEY: Final = 0xFFFF_FFFF_FFFF_FFFF
 _NEVER: Final = -1
-_BEYOND: Final = 1 << 64
+
 
 @dataclass(frozen=True, slots=True)
 class Victims:
@@ -181,7 +181,8 @@ class Eviction:
         rank |= (DEPTH_UNKNOWN - self._depth[places]).astype(np.uint64)
         keys = self._key[places]
         wanted = max(ORDER_CHUNKS, slots)
-        order.horizon = _BEYOND
+        # Also where all chunks are in the order: what is written from now on is not, and comes behind them.
+        order.horizon = int(rank.max(initial=0)) + 1
         if wanted < len(rank):
             limit = np.partition(rank, wanted)[wanted]
             # All of one rank belong together, or their keys would not decide.

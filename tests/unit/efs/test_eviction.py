@@ -368,6 +368,17 @@ def test_no_class_holds_cold_extents_for_ever_while_another_one_churns() -> None
     node.allocator.audit()
 
 
+def test_a_chunk_that_was_used_after_another_one_was_written_goes_after_it() -> None:
+    """Also where the order held all chunks there were when it was made."""
+    node = FullNode(3, 2 * MIB)
+    old = node.put(V41, 17, 100)
+    evicted = node.eviction.victims(V41, 1)
+    node.drop(evicted.locations)
+    new = node.put(V41, 1, 102)
+    node.stamps.touch(old[:1], 103)
+    assert node.eviction.victims(V41, 1).locations.tolist() == new.tolist()
+
+
 # -- Against a naive model
 
 
