@@ -6,6 +6,7 @@ not be written. The payload's own hash is not taken again; the read verifies it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +49,15 @@ def check_batch(batch: PutBatch, node_index: int) -> BatchFields:
     return BatchFields(segments, names, fields)
 
 
+def require_keys(keys: Sequence[bytes]) -> None:
+    """InvalidArgument for too many keys in one call, or one that has not KEY_BYTES."""
+    if len(keys) > MAX_KEYS_PER_CALL:
+        raise InvalidArgument(f"{len(keys)} keys in one call, at most {MAX_KEYS_PER_CALL}")
+    if set(map(len, keys)) - {KEY_BYTES}:
+        wrong = next(row for row, key in enumerate(keys) if len(key) != KEY_BYTES)
+        raise InvalidArgument(f"key {wrong} has {len(keys[wrong])} bytes, must have {KEY_BYTES}")
+
+
 def _check_arrays(batch: PutBatch, count: int) -> None:
     for name, array in (("headers", batch.headers), ("payload", batch.payload)):
         if array.ndim != 2 or array.dtype != np.uint8 or not array.flags.c_contiguous or len(array) != count:
@@ -61,9 +71,7 @@ def _check_arrays(batch: PutBatch, count: int) -> None:
 
 def _check_keys(batch: PutBatch) -> NDArray[np.uint64]:
     """(n, 4) the keys as words."""
-    if set(map(len, batch.keys)) != {KEY_BYTES}:
-        wrong = next(row for row, key in enumerate(batch.keys) if len(key) != KEY_BYTES)
-        raise InvalidArgument(f"key {wrong} has {len(batch.keys[wrong])} bytes, must have {KEY_BYTES}")
+    require_keys(batch.keys)
     return np.frombuffer(b"".join(batch.keys), "<u8").reshape(-1, KEY_BYTES // 8)
 
 

@@ -164,7 +164,9 @@ def _retrieve(answer: asyncio.Future[Any]) -> None:
 async def answer(future: asyncio.Future[R], deadline: Deadline) -> R:
     """The answer of submitted work; TimeoutError when it is not there by the deadline. The work goes on regardless."""
     if not future.done():
-        await asyncio.wait((future,), timeout=deadline.left())
+        left = deadline.left()
+        if left > 0:
+            await asyncio.wait((future,), timeout=left)
         if not future.done():
             raise TimeoutError
     return future.result()

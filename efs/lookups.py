@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from efs.batch import require_keys
 from efs.clock import Deadline
 from efs.contract import ABSENT, NodeTable, VersionRow
 from efs.errors import InvalidArgument
@@ -60,7 +61,7 @@ class Lookups:
 
     async def look_up(self, keys: Sequence[bytes], deadline: Deadline) -> NodeTable:
         """See the contract."""
-        _require_keys(keys)
+        require_keys(keys)
         table = self.look_up_now(keys)
         if table is not None:
             return table
@@ -301,11 +302,3 @@ def _copy_headers(table: Table, slots: NDArray[np.int64], generations: NDArray[n
     else:
         kept = np.arange(len(rows))[part][held]
         rows[kept] = table.headers(slots[held])
-
-
-def _require_keys(keys: Sequence[bytes]) -> None:
-    if len(keys) > MAX_KEYS_PER_CALL:
-        raise InvalidArgument(f"{len(keys)} keys asked, at most {MAX_KEYS_PER_CALL}")
-    wrong = next((row for row, key in enumerate(keys) if len(key) != KEY_BYTES), None)
-    if wrong is not None:
-        raise InvalidArgument(f"key {wrong} has {len(keys[wrong])} bytes, must have {KEY_BYTES}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from efs.batch import check_batch
+from efs.batch import check_batch, require_keys
 from efs.checksum import xxh3_64
 from efs.clock import Clock, Deadline, stamp_of
 from efs.contract import ABSENT, Landing, NodeTable, PutBatch, PutOutcome, Span, VersionRow
@@ -75,6 +75,7 @@ class MemoryNode:
 
     async def look_up(self, keys: Sequence[bytes], deadline: Deadline) -> NodeTable:
         await self._pass(deadline)
+        require_keys(keys)
         return self._table(keys)
 
     def _table(self, keys: Sequence[bytes]) -> NodeTable:
@@ -131,6 +132,7 @@ class MemoryNode:
 
     async def read(self, spans: Sequence[tuple[Span, Landing]], landed: Callable[[int], None],
                    deadline: Deadline) -> None:
+        self._serve()
         for place, (span, landing) in enumerate(spans):
             await self._pass(deadline)
             if not landing.revoked:
