@@ -34,7 +34,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -405,9 +404,13 @@ class _Put:
     async def _wait(self, seconds: float) -> None:
         """Until something was answered, at most so long."""
         self._changed.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
+        # A timer instead of a timeout: the traceback of an exception would keep frames, and the caller's memory with
+        # them, until the next garbage collection.
+        timer = asyncio.get_running_loop().call_later(seconds, self._changed.set)
+        try:
+            await self._changed.wait()
+        finally:
+            timer.cancel()
         if self._bug is not None:
             raise self._bug
 
