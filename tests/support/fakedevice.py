@@ -8,7 +8,8 @@ alone, so that tests can break the rules that the product's seam makes unbreakab
 What runs next is chosen by `order`: a sequence of stream names (the first that can run, runs; streams not named come
 last), or a random.Random. `hold` keeps a stream from running. Nothing runs by itself: `run_all`, `synchronize` and a
 wait by the immediate compute stream run what is needed, in the calling thread; when that is blocked by a held stream,
-they wait for the release, bounded.
+they wait for the release, bounded. With steps_a_question the device also does that many operations whenever an event
+is asked whether it is done, so that whoever polls sees progress.
 
 `compute_stream()` is *immediate* by default: torch operations of a test's model run at once, as on a CPU, and a
 wait on it runs the awaited operations first. deferred_compute=True makes it a stream like the others, for tests that
@@ -58,6 +59,7 @@ class FakeEvent:
         self.latest: Operation | None = None
 
     def done(self) -> bool:
+        self.device.asked()
         return self.latest is None or self.latest.done
 
     def synchronize(self) -> None:
@@ -111,13 +113,14 @@ class FakeDevice:
     torch_device = torch.device("cpu")
 
     def __init__(self, *, order: Sequence[str] | random.Random = (), staged: bool = True,
-                 deferred_compute: bool = False) -> None:
+                 deferred_compute: bool = False, steps_a_question: int = 0) -> None:
         self.staged = staged
         self.lock = threading.Condition(threading.RLock())
         self.calls: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.ran: Counter[str] = Counter()
         self.registered: dict[int, int] = {}
+        self._steps_a_question = steps_a_question
         self._order = order
         self._held: set[str] = set()
         self._refuse: dict[str, Collection[int]] = {}
@@ -220,6 +223,12 @@ class FakeDevice:
         with self.lock:
             while self._step():
                 pass
+
+    def asked(self) -> None:
+        """Somebody looked whether an event is done: time passes."""
+        with self.lock:
+            for _ in range(self._steps_a_question):
+                self._step()
 
     def run_until(self, operation: Operation) -> None:
         """Run what must and what may run until `operation` has."""

@@ -21,8 +21,10 @@ class SwapRig:
     """Device, pages, host pool and swap-in. `swap_in` may be a subclass that breaks a rule."""
 
     def __init__(self, *, swap_in: type[SwapIn] = SwapIn, pages: int = 4, regions: int = 1, piece_blocks: int = 1,
-                 order: Sequence[str] | random.Random = (), deferred_compute: bool = True, staged: bool = True) -> None:
-        self.device = FakeDevice(order=order, deferred_compute=deferred_compute, staged=staged)
+                 order: Sequence[str] | random.Random = (), deferred_compute: bool = True, staged: bool = True,
+                 steps_a_question: int = 0) -> None:
+        self.device = FakeDevice(order=order, deferred_compute=deferred_compute, staged=staged,
+                                 steps_a_question=steps_a_question)
         self.pages = PagePool(self.device, SEGMENTS, pages)
         self.pool = PinnedPool(self.device, max(4096, pages * BLOCK), regions)
         self.swap_in = swap_in(self.device, self.pages, staging_bytes=piece_blocks * max(SEGMENTS))
