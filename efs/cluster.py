@@ -36,7 +36,7 @@ import random
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from efs.errors import (
     CorruptRecord,
@@ -55,7 +55,8 @@ from efs.osio import Io, read_file, replace_file, sync_directory
 
 STORE_FILE: Final = "store.toml"
 NODES_DIRECTORY: Final = "nodes"
-DURABILITIES: Final = ("process", "power")
+Durability = Literal["process", "power"]
+DURABILITIES: Final[tuple[Durability, ...]] = ("process", "power")
 MOST_FILE_BYTES: Final = 1 << 20
 OWN_FAULTS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Failures to open a node that say nothing about the node."""
@@ -67,7 +68,7 @@ class StoreConfig:
 
     cluster_id: str
     capacity_bytes: int
-    durability: str
+    durability: Durability
     extent_bytes: int
     node_paths: tuple[str, ...]
     node_ids: tuple[str, ...]
@@ -83,7 +84,8 @@ def init_store(io: Io, root: str, capacity_bytes: int, *, node_paths: Sequence[s
 
     InvalidArgument for a wrong setting, StoreExists for a place that is not empty, OpenFailed names the path.
     """
-    if durability not in DURABILITIES:
+    chosen = next((known for known in DURABILITIES if known == durability), None)
+    if chosen is None:
         raise InvalidArgument(f"durability is {durability!r}, must be process or power")
     plan = plan_node(capacity_bytes // STRIPE_SHARDS, extent_bytes)
     source = source or random.SystemRandom()
@@ -98,7 +100,7 @@ def init_store(io: Io, root: str, capacity_bytes: int, *, node_paths: Sequence[s
             io.mkdir(os.path.join(root, NODES_DIRECTORY))
         for index, (path, node_id) in enumerate(zip(paths, node_ids, strict=True)):
             create_directory(io, path, NodePlace(cluster_id, 0, index), node_id, plan, boot_id)
-        config = StoreConfig(cluster_id, capacity_bytes, durability, plan.extent_bytes, written, tuple(node_ids))
+        config = StoreConfig(cluster_id, capacity_bytes, chosen, plan.extent_bytes, written, tuple(node_ids))
         replace_file(io, root, STORE_FILE, _render(config))
         sync_directory(io, os.path.dirname(os.path.abspath(root)))
         return device_warnings([device_of(path) for path in paths])
@@ -206,13 +208,14 @@ def _parse(file: str, root: str, values: dict[str, object]) -> StoreConfig:
     assert isinstance(listed, list)
     if len(listed) != STRIPE_SHARDS or not all(isinstance(table, dict) for table in listed):
         raise CorruptRecord(f"{file}: {len(listed)} nodes, expected {STRIPE_SHARDS}")
-    if values.get("durability") not in DURABILITIES:
+    durability = next((known for known in DURABILITIES if known == values.get("durability")), None)
+    if durability is None:
         raise CorruptRecord(f"{file}: durability is {values.get('durability')!r}")
     capacity, extent = field(values, "capacity_bytes", int), field(values, "extent_bytes", int)
     assert isinstance(capacity, int)
     assert isinstance(extent, int)
     return StoreConfig(
-        str(field(values, "cluster_id", str)), capacity, str(values["durability"]), extent,
+        str(field(values, "cluster_id", str)), capacity, durability, extent,
         tuple(os.path.join(root, str(field(table, "path", str))) for table in listed),
         tuple(str(field(table, "id", str)) for table in listed),
     )

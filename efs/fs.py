@@ -42,6 +42,7 @@ from efs.match import Matcher
 from efs.memory import flat_bytes
 from efs.mend import Mender
 from efs.metrics import CounterFile
+from efs.node import DirectoryNode
 from efs.nodedir import COUNTERS_FILE, NodePlace, OwnerLock
 from efs.osio import Io, SystemIo
 from efs.reader import Reader
@@ -238,8 +239,6 @@ async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,
                       opened: dict[int, Node]) -> dict[int, str]:
     """Open all nodes at once into `opened`; returns why others are left out. Raises what is not tolerable, and then too
     every node that was opened is in `opened`."""
-    from efs.node import DirectoryNode
-
     problems: dict[int, str] = {}
 
     async def one(index: int, path: str) -> None:
