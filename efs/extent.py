@@ -153,8 +153,8 @@ class Geometry:
 
     def slot_position(self, location: int) -> int:
         """Byte offset of a slot in the slab file."""
-        start = extent_of(location) * self.extent_bytes
-        return start + self.data_offset + slot_of(location) * self.slot_class.slot_bytes
+        start = (location >> SLOT_BITS) * self.extent_bytes
+        return start + self.data_offset + (location & SLOT_MASK) * self.slot_class.slot_bytes
 
 
 def require_extent_bytes(extent_bytes: int) -> None:

@@ -226,9 +226,9 @@ class FileSystem:
         self._require_open()
         if len(keys) > MAX_KEYS_PER_CALL:
             raise InvalidArgument(f"{len(keys)} keys in one call, at most {MAX_KEYS_PER_CALL}")
-        for key in keys:
-            if len(key) != KEY_BYTES:
-                raise InvalidArgument(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
+        wrong = set(map(len, keys)) - {KEY_BYTES}
+        if wrong:
+            raise InvalidArgument(f"a key has {wrong.pop()} bytes, expected {KEY_BYTES}")
         return Deadline.after_ms(self._clock, deadline_ms)
 
     def _reachable(self) -> dict[int, Node]:

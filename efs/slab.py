@@ -248,9 +248,8 @@ class Slab:
         return True
 
     def mapped_slots(self, geometry: Geometry, location: int, count: int) -> NDArray[np.uint8]:
-        """(count, slot bytes) neighbouring slots as a view of the map. InvalidArgument without a map, CorruptRecord
-        where the file is too short for them."""
-        self._require_range(geometry, location, count)
+        """(count, slot bytes) neighbouring slots, which the extent must have, as a view of the map. InvalidArgument
+        without a map, CorruptRecord where the file is too short for them."""
         if self.view is None:
             raise InvalidArgument(f"{self.path} is not mapped")
         start = geometry.slot_position(location)

@@ -20,7 +20,7 @@ from efs.codec import Codec
 from efs.contract import ABSENT, Landing, Node, Span, Stride
 from efs.errors import EfsError
 from efs.hedge import Budget, Lags, Shard, Unit
-from efs.limits import DATA_SHARDS, SCRATCH_BYTES, STRIPE_SHARDS
+from efs.limits import DATA_SHARDS, FANOUT, SCRATCH_BYTES, STRIPE_SHARDS
 from efs.metrics import CounterFile
 from efs.pinning import Pins
 from efs.scratch import Scratch
@@ -108,10 +108,12 @@ class UnitReads:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self, runs: Sequence[tuple[int, int, int, int]]) -> list[Unit]:
-        """Units of the (start, stop, rotation, spare shard) stretches of blocks, each with what is contiguous in it."""
+        """Units of the (start, stop, rotation, spare shard) stretches of blocks, each with what is contiguous in it.
+        Their eleven shards a block are what the budget of speculative reads is a share of."""
         units = [Unit(*run) for run in runs]
         if not units:
             return units
+        self.context.budget.earn(FANOUT * sum(unit.stop - unit.start for unit in units))
         starts = np.array([unit.start for unit in units])
         lasts = np.array([unit.stop - 1 for unit in units])
         breaks = np.zeros(self.pins.location.shape, np.int64)
@@ -131,14 +133,12 @@ class UnitReads:
         if node is None:
             return self._absent(unit, shard, np.ones(unit.stop - unit.start, np.bool_) if rows is None else rows)
         if rows is None and (first := unit.contiguous[node_index]) != ABSENT:
-            self.context.budget.earn(unit.stop - unit.start)
             return self._request(unit, shard, 0, unit.stop - unit.start, node, first)
         location = self.pins.location[node_index]
         held = location[unit.start : unit.stop] != ABSENT
         wanted = held if rows is None else held & rows
         complete = True
         for low, high in self._spans(node_index, unit.start, wanted):
-            self.context.budget.earn(high - low)
             complete &= self._request(unit, shard, low, high, node, int(location[unit.start + low]))
         absent = ~held if rows is None else rows & ~held
         return complete if not absent.any() else self._absent(unit, shard, absent)
