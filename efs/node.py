@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from efs.errors import EfsError, InvalidArgument
 from efs.extent import SLOT_BITS, Geometry, ranges_of
 from efs.index import IndexEntry
 from efs.iothread import IoThread, pass_on
-from efs.limits import HUNG_MS, MAX_KEYS_PER_CALL, STAMP_FLUSH_MS
+from efs.limits import CLOSE_MS, HUNG_MS, MAX_KEYS_PER_CALL, STAMP_FLUSH_MS
 from efs.lookups import Lookups
 from efs.metrics import CounterFile
 from efs.nodedir import (
@@ -54,8 +54,6 @@ from efs.verifier import Verifier
 from efs.writejob import WriteJob
 
 Durability = Literal["process", "power"]
-CLOSE_GRACE_S: Final = 10.0
-"""The longest that closing waits for writes to be synced."""
 
 
 class DirectoryNode:
@@ -132,7 +130,7 @@ class DirectoryNode:
     async def _drained(self) -> bool:
         """Wait until nothing is queued or running. False once an operation has been running for too long to wait."""
         threads = (self._guard.reader, self._guard.writer)
-        give_up = asyncio.get_running_loop().time() + CLOSE_GRACE_S
+        give_up = asyncio.get_running_loop().time() + CLOSE_MS / 1000
         while any(thread.queued for thread in threads):
             if any(thread.hung for thread in threads) or asyncio.get_running_loop().time() >= give_up:
                 return False
@@ -148,7 +146,7 @@ class DirectoryNode:
             if self._guard.read_only is not None or not (state.owed_entries or state.owed_slots):
                 break
             settled = self._writer.submit(WriteJob(), lambda _: None)
-            await asyncio.wait((settled,), timeout=CLOSE_GRACE_S)
+            await asyncio.wait((settled,), timeout=CLOSE_MS / 1000)
             if not settled.done():
                 return False
             if settled.exception() is not None:
@@ -157,7 +155,7 @@ class DirectoryNode:
         stamps = state.stamps.take_dirty()
         work = partial(_last_words, self._io, self._path, state, stamps, clean)
         last: asyncio.Future[None] = writer.submit(work, pass_on)
-        await asyncio.wait((last,), timeout=CLOSE_GRACE_S)
+        await asyncio.wait((last,), timeout=CLOSE_MS / 1000)
         if last.done() and last.exception() is not None:
             self._guard.counters.add("node_io_errors")
         return last.done()

@@ -26,8 +26,8 @@ ORDER: Final = {
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
         nodedir cluster hedge contract pinning scratch target unitread examine fetch reader health ask pieces
         staging survey writer findings nodeview storeview verdict warmth stripecheck tablecheck fsck background
-        match memory stripe mend fs allocator batch eviction hotmap iothread nodeguard tables writejob nodestate
-        lookups placer nodewriter
+        match memory stripe mend allocator batch eviction hotmap iothread nodeguard tables writejob nodestate
+        lookups placer nodewriter verifier nodereads recovery node fs
     """,
     "kvstore": """
         config tenants buffers layout keys hit loopthread store bench connectors demo machine cli
