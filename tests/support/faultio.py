@@ -186,10 +186,13 @@ class FaultIo:
         return fd
 
     def close(self, fd: int) -> None:
-        self._enter("close", self._path(fd))
-        with self._mutex:
-            self._paths.pop(fd, None)
-        self._inner.close(fd)
+        """A close that fails has closed the file all the same, as close(2) does."""
+        try:
+            self._enter("close", self._path(fd))
+        finally:
+            with self._mutex:
+                self._paths.pop(fd, None)
+            self._inner.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, nowait: bool = False) -> int:
         size = sum(len(view) for view in buffers)
