@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from efs.contract import PutBatch
 from efs.errors import InvalidArgument
 from efs.limits import DATA_SHARDS, KEY_BYTES, MAX_KEYS_PER_CALL, SLOT_ALIGN_BYTES, STRIPE_SHARDS
-from efs.placement import placement_group, rotation_of, shard_of_node
+from efs.placement import rotations_of
 from efs.shard import LOCAL_BYTES, check_headers, header_dtype, segments_of_entry
 
 
@@ -78,8 +78,8 @@ def _check_keys(batch: PutBatch) -> NDArray[np.uint64]:
 def _expected_shards(batch: PutBatch, node_index: int) -> NDArray[np.uint8]:
     if not 0 <= node_index < STRIPE_SHARDS:
         raise InvalidArgument(f"node index {node_index} is outside 0 to {STRIPE_SHARDS - 1}")
-    shards = (shard_of_node(node_index, rotation_of(placement_group(key))) for key in batch.keys)
-    return np.fromiter(shards, np.uint8, len(batch.keys))
+    shards = (node_index + STRIPE_SHARDS - rotations_of(batch.keys).astype(np.int16)) % STRIPE_SHARDS
+    return shards.astype(np.uint8)
 
 
 def _require(what: str, holds: NDArray[np.bool_]) -> None:

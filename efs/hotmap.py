@@ -50,7 +50,10 @@ class HotMap:
         """(n,) a location, SEVERAL, or ABSENT for each key; None when some key is unknown."""
         found = np.fromiter(map(self._young.get, keys, repeat(UNKNOWN)), np.int64, len(keys))
         if len(keys) and int(found.min()) < 0:
-            for row in np.flatnonzero(found == UNKNOWN).tolist():
+            rows = np.flatnonzero(found == UNKNOWN).tolist()
+            if self._all_absent(keys if len(rows) == len(keys) else [keys[row] for row in rows]):
+                return found
+            for row in rows:
                 location = self._in_old(keys[row])
                 if location is None:
                     if not self._known_absent(keys[row]):
@@ -86,6 +89,14 @@ class HotMap:
             self._several[key] = locations
         self._add(key, locations[0] if len(locations) == 1 else SEVERAL)
 
+    def set_absent(self, keys: Sequence[bytes]) -> None:
+        """`set` of many keys that were unknown until now and have nothing."""
+        if len(self._young_absent) + len(keys) > self._generation_absent:
+            for key in keys:
+                self.set(key, ())
+        else:
+            self._young_absent.update(keys)
+
     def set_single(self, keys: Sequence[bytes], locations: Sequence[int]) -> None:
         """`set` of many keys that are known to have been absent or unknown, one location each."""
         if len(self._young) + len(keys) > self._generation_keys:
@@ -102,6 +113,14 @@ class HotMap:
         before = self.locations(key)
         if before is not None:
             self.set(key, (*before, location))
+
+    def add_each(self, keys: Sequence[bytes], locations: Sequence[int]) -> None:
+        """`add` of many keys that differ from one another."""
+        if self._all_absent(keys):
+            self.set_single(keys, locations)
+            return
+        for key, location in zip(keys, locations, strict=True):
+            self.add(key, location)
 
     def remove(self, key: bytes, location: int) -> None:
         """A record is gone. An unknown key stays unknown."""
@@ -123,6 +142,10 @@ class HotMap:
         if location is not None:
             self._add(key, location)
         return location
+
+    def _all_absent(self, keys: Sequence[bytes]) -> bool:
+        """Whether all of these keys, none of which is young, are known to be absent by the young generation alone."""
+        return self._young_absent.issuperset(keys) and self._old.keys().isdisjoint(keys)
 
     def _known_absent(self, key: bytes) -> bool:
         return key in self._young_absent or key in self._old_absent

@@ -66,6 +66,9 @@ class Lookups:
         if table is not None:
             return table
         found = await self.resolve(keys, deadline)
+        table = self.look_up_now(keys)
+        if table is not None:
+            return table
         versions = [self.versions(key, found) for key in keys]
         rows = np.repeat(np.arange(len(keys)), [len(places) for places in versions])
         locations = np.array([place for places in versions for place in places], np.int64)
@@ -166,6 +169,11 @@ class Lookups:
     async def _learn(self, keys: Sequence[bytes], held: Sequence[list[Held]], resolution: Resolution,
                      deadline: Deadline) -> None:
         """Compare what the index said of keys with the tables, some tables at a time, and remember what stands."""
+        if not any(held):
+            absent = [key for key in keys if key not in resolution.changed]
+            resolution.found.update(dict.fromkeys(absent, ()))
+            self._state.hot.set_absent(absent)
+            return
         entries = [IndexEntry(key + version.digest, version.location, version.generation)
                    for key, versions in zip(keys, held, strict=True) for version in versions]
         kept: dict[bytes, list[int]] = {key: [] for key in keys}

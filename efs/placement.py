@@ -45,8 +45,9 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 _GROUPS: Final = np.arange(PLACEMENT_GROUPS, dtype=np.uint64)
 _TURNS: Final = _mix(_GROUPS + np.uint64(ROTATION_SALT))
+_ROTATION_TABLE: Final = (_TURNS % np.uint64(STRIPE_SHARDS)).astype(np.uint8)
 # Indexing bytes gives a Python int in a third of the time of a numpy scalar.
-_ROTATIONS: Final = (_TURNS % np.uint64(STRIPE_SHARDS)).astype(np.uint8).tobytes()
+_ROTATIONS: Final = _ROTATION_TABLE.tobytes()
 _SPARES: Final = (
     (DATA_SHARDS + _TURNS // np.uint64(STRIPE_SHARDS) % np.uint64(PARITY_SHARDS)).astype(np.uint8).tobytes()
 )
@@ -62,6 +63,13 @@ def placement_group(key: bytes) -> int:
 def rotation_of(group: int) -> int:
     """0–11."""
     return _ROTATIONS[_in_range(group)]
+
+
+def rotations_of(keys: Sequence[bytes]) -> NDArray[np.uint8]:
+    """(n,) rotation of each of n keys, which must have KEY_BYTES each."""
+    groups = np.frombuffer(b"".join(keys), ">u2").reshape(len(keys), KEY_BYTES // 2)[:, 0]
+    rotations: NDArray[np.uint8] = _ROTATION_TABLE[groups]
+    return rotations
 
 
 def spare_shard_of(group: int) -> int:
