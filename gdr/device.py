@@ -193,10 +193,10 @@ class CpuDevice:
         return Rows(tuple(numbers))
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        target.copy_(source)
+        target.numpy()[...] = source.numpy()
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        target.copy_(source)
+        target.numpy()[...] = source.numpy()
 
     def scatter(self, pages: torch.Tensor, rows: Rows, source: torch.Tensor, stream: Stream) -> None:
         scatter_by_copies(pages, rows, source)
@@ -215,19 +215,23 @@ class CpuDevice:
 
 
 def scatter_by_copies(pages: torch.Tensor, rows: Rows, source: torch.Tensor) -> None:
-    """Dense rows into pages, one copy for each run of consecutive pages: 8 times faster on a CPU than an index."""
-    payload = source.shape[1]
+    """Dense rows into pages, one copy for each run of consecutive pages: 4 to 10 times faster on a CPU than an index.
+
+    The copies are numpy's, in the calling thread and without the interpreter lock. torch's would share each out to a
+    team of threads, which the forward pass needs, and on a busy machine takes ten times as long.
+    """
+    target, dense = pages.numpy(), source.numpy()
     for start, stop in consecutive(rows.numbers):
         first = rows.numbers[start]
-        pages[first : first + stop - start, :payload].copy_(source[start:stop])
+        target[first : first + stop - start, : dense.shape[1]] = dense[start:stop]
 
 
 def gather_by_copies(target: torch.Tensor, pages: torch.Tensor, rows: Rows) -> None:
     """Pages into dense rows, the way back of `scatter_by_copies`."""
-    payload = target.shape[1]
+    dense, source = target.numpy(), pages.numpy()
     for start, stop in consecutive(rows.numbers):
         first = rows.numbers[start]
-        target[start:stop].copy_(pages[first : first + stop - start, :payload])
+        dense[start:stop] = source[first : first + stop - start, : dense.shape[1]]
 
 
 Kind = TypeVar("Kind")
