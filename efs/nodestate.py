@@ -69,6 +69,8 @@ class NodeState:
     owed_slots: set[int] = field(default_factory=set)
     unformatted: dict[int, int] = field(default_factory=dict)
     """Extents given to a class in memory whose format is not known to be on disk, with a number for each giving."""
+    allocated: set[int] = field(default_factory=set)
+    """Extents that occupy their space in the file system, free ones included."""
     unsettled: bool = False
     """Whether the disk may differ from memory in a way that only the next opening can mend."""
     _used_generations: int = 0
@@ -156,9 +158,9 @@ class NodeState:
         self.stamps.set(locations, stamp)
         rows = table.entries[first : first + count]
         self.eviction.note(locations, rows["depth"], rows["key"])
-        for index_key, place in zip(index_keys, locations.tolist(), strict=True):
-            self.hot.add(index_key[:KEY_BYTES], place)
-        self.note_changes(name[:KEY_BYTES] for name in index_keys)
+        keys = [index_key[:KEY_BYTES] for index_key in index_keys]
+        self.hot.add_each(keys, locations.tolist())
+        self.note_changes(keys)
 
     def watch(self) -> Resolution:
         """Begin to record which keys change; ends with `unwatch`."""

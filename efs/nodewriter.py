@@ -155,6 +155,11 @@ class NodeWriter:
 
     def _split(self, index_keys: Sequence[bytes], exact: Exact) -> Choice:
         choice = Choice()
+        if not exact.versions and not self._state.coming:
+            keys = {name[:KEY_BYTES] for name in index_keys}
+            if len(keys) == len(index_keys):
+                choice.new = list(range(len(index_keys)))
+                return choice
         counts = dict(exact.counts)
         first: dict[bytes, int] = {}
         coming = self._state.coming
@@ -405,6 +410,7 @@ class NodeWriter:
             for form in job.formats:
                 if state.unformatted.get(form.extent) == form.number:
                     del state.unformatted[form.extent]
+            self._placer.grew(form.extent for form in job.formats)
             state.gone(job.deletes)
             return apply(result)
 

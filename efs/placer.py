@@ -11,7 +11,7 @@ batches.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -22,7 +22,7 @@ from efs.allocator import SlotRange
 from efs.clock import Deadline
 from efs.extent import SLOT_BITS, SlotClass, ranges_of
 from efs.index import IndexEntry
-from efs.limits import DELETE_BATCH, MAX_PROBE_BACKOFF_MS
+from efs.limits import DELETE_BATCH, MAX_PROBE_BACKOFF_MS, PROBE_BACKOFF_MS
 from efs.lookups import Lookups
 from efs.nodeguard import Guard
 from efs.nodestate import Locations, NodeState
@@ -69,10 +69,17 @@ class Placer:
         self._lookups = lookups
         self._turn = asyncio.Lock()
         self._no_space_until = 0.0
+        self._no_space_ms = PROBE_BACKOFF_MS
 
     def no_space(self) -> None:
-        """The file system has no space for another extent: use those that there are, for a while."""
-        self._no_space_until = self._guard.clock.monotonic() + MAX_PROBE_BACKOFF_MS / 1000
+        """The file system has no space for another extent: use those that there are for a while, longer each time."""
+        self._no_space_until = self._guard.clock.monotonic() + self._no_space_ms / 1000
+        self._no_space_ms = min(2 * self._no_space_ms, MAX_PROBE_BACKOFF_MS)
+
+    def grew(self, extents: Iterable[int]) -> None:
+        """Extents were formatted: they occupy their space from now on."""
+        self._state.allocated.update(extents)
+        self._no_space_ms = PROBE_BACKOFF_MS
 
     async def place(self, slot_class: SlotClass, count: int, deadline: Deadline) -> Placement:
         """Reserve up to `count` slots of a class; fewer when there is nothing (more) to evict."""
@@ -143,10 +150,10 @@ class Placer:
     def _allocate(self, placement: Placement, slot_class: SlotClass, count: int, shortest: int) -> int:
         """Take free slots; returns how many are still wanted."""
         allocator = self._state.allocator
-        free: list[int] = []
+        without_space: list[int] = []
         if self._guard.clock.monotonic() < self._no_space_until:
-            free = [extent for extent in range(allocator.extents) if allocator.geometry(extent) is None]
-        allocation = allocator.allocate(slot_class, count, shortest=shortest, exclude=free)
+            without_space = [extent for extent in range(allocator.extents) if extent not in self._state.allocated]
+        allocation = allocator.allocate(slot_class, count, shortest=shortest, exclude=without_space)
         for extent in allocation.fresh:
             self._state.begin_extent(extent, slot_class)
         placement.ranges += allocation.ranges

@@ -259,7 +259,9 @@ def _assemble(io: Io, path: str, config: NodeConfig, boot: BootRecord, slab: Sla
             rows = _entries_of(slab, tables, scan, extent)[slots]
             eviction.note(locations, np.array(rows["depth"]), np.array(rows["key"]))
             unverified += int(np.count_nonzero(rows["boot_epoch"] < boot.unverified_below))
-    return NodeState(config, boot, slab, index, allocator, stamps, eviction, tables, counters, unverified)
+    state = NodeState(config, boot, slab, index, allocator, stamps, eviction, tables, counters, unverified)
+    state.allocated.update(scan.geometries)
+    return state
 
 
 def mark_closed(io: Io, path: str, state: NodeState) -> None:

@@ -297,7 +297,7 @@ class FaultIo:
         number, fault = self._note(name, path, offset, size, nowait, target=target)
         if number == self._kill_at:
             _kill()
-        if fault is None or fault.most_bytes is not None:
+        if fault is None or (fault.most_bytes is not None and fault.error is None):
             return fault
         fault.happen()
         return None
