@@ -123,7 +123,7 @@ class Node(Protocol):
 
     @property
     def suspect(self) -> bool:
-        """Whether the oldest running operation is older than HUNG_MS. Until it ends new reads and writes are refused."""
+        """Whether the oldest running operation is older than HUNG_MS. Until it ends reads and writes are refused."""
         ...
 
     def look_up_now(self, keys: Sequence[bytes]) -> NodeTable | None:
@@ -169,7 +169,7 @@ class Node(Protocol):
         ...
 
     async def drop(self, items: Sequence[DropItem], deadline: Deadline) -> int:
-        """Remove exactly these records; returns how many were there."""
+        """Remove exactly these records (see DropItem); returns how many were there and old enough."""
         ...
 
     async def verify(self, key: bytes, digest: bytes, deadline: Deadline) -> bool:

@@ -119,6 +119,10 @@ PROBE_BACKOFF_MS: Final = 250.0
 MAX_PROBE_BACKOFF_MS: Final = 8_000.0
 HOLLOW_GRACE_MS: Final = 2 * MAX_DEADLINE_MS
 """A sweep never takes a stripe younger than this for hollow: its put may still be running."""
+SWEEP_EVERY_MS: Final = 3_600_000.0
+"""Pause between two sweeps of a store by its owner. What waits for a sweep is cold: it also leaves by eviction."""
+SWEEP_CALL_MS: Final = 5_000
+"""For one call of a sweep to a node."""
 CLOSE_MS: Final = 5_000.0
 """Most that closing a store waits for its nodes; one that hangs is left to its daemon threads."""
 INFO_DEADLINE_MS: Final = 1_000
@@ -138,6 +142,16 @@ MEND_QUEUE: Final = 1_024
 """Reports of damaged shards that wait for mending; further ones are left to the scrub."""
 MENDS_PER_SECOND: Final = 100
 """Damaged shards mended at most: 1 MB/s of V4.1 shards a node, nothing that a read would notice."""
+SWEEP_PAGE_RECORDS: Final = 256
+"""Records of one page of a node's listing in a sweep: 1 ms of the event loop for twelve of them."""
+SWEEP_PAGES_PER_SECOND: Final = 20
+"""Pages of a background sweep: 5,000 records a second, 2 % of a core."""
+SWEEP_KEYS_AT_ONCE: Final = 256
+"""Suspected keys that a sweep looks up together."""
+YIELD_MS: Final = 10.0
+"""Background work looks this often whether the calls that it yields to have ended."""
+YIELD_AT_MOST_MS: Final = 1_000.0
+"""Background work yields this long at a time, so that a store which never rests is looked after too."""
 BACKGROUND_RESTART_MS: Final = 1_000.0
 """Pause before a background task that died is started again."""
 MAX_READ_ATTEMPTS: Final = 2

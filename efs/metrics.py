@@ -43,6 +43,8 @@ COUNTERS: tuple[str, ...] = (
     "node_unverified_checked", "node_verify_failed", "node_mended", "staged_reads", "node_queue_refused",
     # the store, as its owner sees it: nodes left out at an opening
     "nodes_degraded",
+    # sweeps of the store
+    "sweep_runs", "sweep_records", "sweep_hollow", "sweep_losing", "sweep_purged", "sweep_dropped", "sweep_spared",
 )
 
 

@@ -99,8 +99,13 @@ class ListPage:
 
 @dataclass(frozen=True, slots=True)
 class DropItem:
-    """A record to remove, named exactly: another generation or digest under the key is left alone."""
+    """A record to remove, named exactly: another generation or digest under the key is left alone.
+
+    older_than_ms: leave it alone also when it arrived less than so long ago by the node's own clock, or when a put of
+    the same digest is renewing it just now. Only the node can tell, and only at the moment in which it drops: a put
+    keeps the generation of a record that it finds. 0 to HOLLOW_GRACE_MS."""
 
     key: bytes
     digest: bytes
     generation: int
+    older_than_ms: int = 0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from efs.batch import check_batch, require_keys
 from efs.checksum import xxh3_64
-from efs.clock import Clock, Deadline, stamp_of
+from efs.clock import Arrivals, Clock, Deadline, stamp_of
 from efs.contract import ABSENT, Landing, NodeTable, PutBatch, PutOutcome, Span, VersionRow
 from efs.errors import InvalidArgument, NodeFull, NodeUnavailable
 from efs.limits import MAX_VERSIONS_PER_KEY
@@ -49,6 +49,7 @@ class MemoryNode:
     def __init__(self, node_index: int, clock: Clock, *, capacity_records: int | None = None) -> None:
         self._node_index = node_index
         self._clock = clock
+        self._arrivals = Arrivals(clock)
         self._capacity = capacity_records
         self._next: dict[tuple[int, int], int] = {}
         self._generation = 0
@@ -169,7 +170,7 @@ class MemoryNode:
         if known is not None and known.header.shard != batch.headers[row, 6]:
             self._forget(known)
             known = None
-        now_ms = int(self._clock.wall() * 1000)
+        now_ms = self._arrivals.now_ms()
         if known is not None and (known.trusted or self._check(known)):
             known.trusted = True
             known.arrival_ms = now_ms
@@ -203,7 +204,8 @@ class MemoryNode:
         dropped = 0
         for item in items:
             stored = self.records.get(item.key, {}).get(item.digest)
-            if stored is not None and stored.generation == item.generation:
+            if (stored is not None and stored.generation == item.generation
+                    and self._arrivals.at_least(stored.arrival_ms, item.older_than_ms)):
                 self._forget(stored)
                 dropped += 1
         return dropped
