@@ -24,10 +24,10 @@ MAX_FILE_LINES: Final = 600
 ORDER: Final = {
     "efs": """
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
-        nodedir cluster hedge contract pinning scratch target unitread examine fetch reader health ask pieces
-        staging survey writer findings nodeview storeview verdict warmth stripecheck tablecheck fsck background
-        match memory stripe mend allocator batch eviction hotmap iothread nodeguard tables writejob nodestate
-        lookups placer nodewriter verifier nodereads recovery node fs
+        contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate lookups
+        nodereads placer nodewriter recovery verifier node cluster hedge pinning scratch target unitread examine
+        fetch reader health ask pieces staging survey writer pace sweep findings nodeview storeview verdict
+        warmth stripecheck tablecheck fsck background match memory stripe mend fs
     """,
     "kvstore": """
         config tenants buffers layout keys hit loopthread store bench connectors demo machine cli
