@@ -24,8 +24,12 @@ class Outcome:
     """What a command left: its exit code and what it wrote."""
 
     code: int
-    out: str
+    raw: bytes
     err: str
+
+    @property
+    def out(self) -> str:
+        return self.raw.decode()
 
     def document(self) -> Any:
         """Standard output as the one JSON document that it must be."""
@@ -49,7 +53,7 @@ def run(
     if store is not None:
         variables["KVSTORE_STORE"] = str(store)
     result = CliRunner(env=variables).invoke(make_app(), list(words), input=stdin, catch_exceptions=False)
-    return Outcome(result.exit_code, result.stdout, result.stderr)
+    return Outcome(result.exit_code, result.stdout_bytes, result.stderr)
 
 
 def command(*words: str) -> list[str]:
@@ -75,7 +79,7 @@ def run_process(*words: str, store: str | Path | None = None, stdin: bytes | Non
         timeout=PROCESS_DEADLINE_S,
         check=False,
     )
-    return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+    return Outcome(done.returncode, done.stdout, done.stderr.decode())
 
 
 def write_blocks(path: Path, data: bytes) -> str:
