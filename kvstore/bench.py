@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -459,10 +460,14 @@ async def _age(root: str, plan: Plan, work: Work) -> None:
             sessions[place] = (chain, held + turn)
             if held + turn == len(chain) or source.random() < 0.05:
                 sessions.pop(place)
-    evicted = evicted_records(root)
-    if written < wanted or not min(evicted):
+    require_aged(written, plan.aged_bytes, evicted_records(root))
+
+
+def require_aged(written: int, capacity: int, evicted: Sequence[int]) -> None:
+    """BenchFailed unless CHURN times the capacity was written and every node evicted records."""
+    if written < CHURN * capacity or not min(evicted):
         raise BenchFailed(
-            f"not aged: {written} bytes written for a capacity of {plan.aged_bytes}, "
+            f"not aged: {written} bytes written for a capacity of {capacity}, "
             f"{min(evicted)} records evicted on some node"
         )
 
@@ -529,26 +534,24 @@ def drop_page_cache(root: str) -> None:
             os.close(fd)
 
 
-def resident_share(root: str, samples: int = 64) -> float:
-    """Share of the slabs' allocated pages that can be read without waiting, by samples; -1 where the kernel cannot
-    tell."""
-    page = bytearray(mmap.PAGESIZE)
-    asked = there = 0
+def resident_share(root: str) -> float:
+    """Share of the slabs' allocated pages that the page cache holds. Asks mincore, which reads nothing ahead."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    resident = allocated = 0
     for file in (slab_path(path) for path in _node_paths(root)):
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            used = os.fstat(fd).st_blocks * 512
-            for offset in range(0, used, max(mmap.PAGESIZE, used // samples // mmap.PAGESIZE * mmap.PAGESIZE)):
-                asked += 1
-                try:
-                    there += os.preadv(fd, [page], offset, os.RWF_NOWAIT) == len(page)
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    return -1.0
+            found = os.fstat(fd)
+            pages: Bytes = np.frombuffer(mmap.mmap(fd, found.st_size, prot=mmap.PROT_READ), np.uint8)
         finally:
             os.close(fd)
-    return there / asked if asked else 0.0
+        held = np.zeros(-(-found.st_size // mmap.PAGESIZE), np.uint8)
+        address, vector = ctypes.c_void_p(pages.ctypes.data), held.ctypes.data_as(ctypes.c_void_p)
+        if libc.mincore(address, ctypes.c_size_t(found.st_size), vector):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), file)
+        resident += int(np.count_nonzero(held & 1))
+        allocated += found.st_blocks * 512 // mmap.PAGESIZE
+    return resident / allocated if allocated else 0.0
 
 
 @contextlib.contextmanager
