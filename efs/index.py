@@ -103,7 +103,7 @@ class Index:
                 io.unlink(os.path.join(path, name))
         else:
             io.mkdir(path)
-        index = cls.open(io, path, map_bytes)
+        index = cls._open(io, path, map_bytes)
         try:
             index.sync()
         finally:
@@ -115,6 +115,12 @@ class Index:
         """Open for the owner and forget readers that died. IndexDamaged when the files are lost or not an index; a
         second opening in one process is refused with OpenFailed."""
         _refuse_links(path)
+        if not os.path.exists(os.path.join(path, DATA_FILE)):
+            raise IndexDamaged(f"{path}: there is no {DATA_FILE}")
+        return cls._open(io, path, map_bytes)
+
+    @classmethod
+    def _open(cls, io: Io, path: str, map_bytes: int) -> Index:
         try:
             env = lmdb.open(path, map_size=map_bytes, sync=False, metasync=False, writemap=False, mode=0o600,
                             create=False, max_readers=126)

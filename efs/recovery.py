@@ -197,14 +197,21 @@ def _align_extent(slab: Slab, index: Index, tables: Tables, scan: _Scan, extent:
     names = [row.tobytes() for row in np.concatenate((rows["key"], rows["digest"]), axis=1).astype("<u8")]
     generations = scan.generations[extent][slots]
     locations = slots + (extent << SLOT_BITS)
-    missing, losers = [], []
-    found = index.get(names)
-    for row, (known, generation) in enumerate(zip(found, generations.tolist(), strict=True)):
-        if known == (int(locations[row]), generation):
+    younger: dict[bytes, int] = {}
+    losers = []
+    for row in np.argsort(generations, kind="stable").tolist():
+        if names[row] in younger:
+            losers.append(int(locations[younger[names[row]]]))
+        younger[names[row]] = row
+    missing = []
+    rows_left = sorted(younger.values())
+    for row, known in zip(rows_left, index.get([names[row] for row in rows_left]), strict=True):
+        place, generation = int(locations[row]), int(generations[row])
+        if known == (place, generation):
             continue
         if known is not None and _stands(scan, IndexEntry(names[row], *known)):
             if known[1] > generation:
-                losers.append(int(locations[row]))
+                losers.append(place)
                 continue
             losers.append(known[0])
         missing.append(row)
