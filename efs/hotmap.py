@@ -64,8 +64,11 @@ class HotMap:
 
     def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
         """Those of the keys that are not known, each once."""
+        if self._all_absent(keys):
+            return []
+        young, old, absent, old_absent = self._young, self._old, self._young_absent, self._old_absent
         return [key for key in dict.fromkeys(keys)
-                if key not in self._young and key not in self._old and not self._known_absent(key)]
+                if key not in young and key not in old and key not in absent and key not in old_absent]
 
     def locations(self, key: bytes) -> tuple[int, ...] | None:
         """All locations of one key, () when it is known to be absent, None when it is unknown."""

@@ -82,6 +82,8 @@ class Lookups:
 
     def _mixed_table(self, keys: Sequence[bytes], locations: Locations) -> NodeTable | None:
         """A warm answer in which some keys are absent or have several versions."""
+        if bool((locations == ABSENT).all()):
+            return self._as_table(locations, np.zeros(len(keys), LOOK), ())
         several = np.flatnonzero(locations == SEVERAL).tolist()
         versions = {row: self._state.hot.locations(keys[row]) or () for row in several}
         present = np.flatnonzero(locations >= 0)

@@ -391,6 +391,8 @@ def check_headers(headers: NDArray[np.uint8]) -> Bools:
     """(n,) whether each row of (n, H) is a valid header: every check of `parse_header`, vectorised."""
     fields = _as_headers(headers)
     valid = _all_of(_header_checks(fields), len(fields))
+    if valid.all():
+        return _all_of(_hash_checks(fields, headers), len(fields))
     rows = np.flatnonzero(valid)
     valid[rows] = _all_of(_hash_checks(fields[rows], headers[rows]), len(rows))
     return valid

@@ -84,8 +84,10 @@ class ByteBudget:
 
 
 def buffer_bytes(size: int) -> int:
-    """The size of the buffer that is leased for `size` bytes: a power of two, so that buffers fit the next piece."""
-    return max(SMALLEST_BUFFER_BYTES, 1 << (size - 1).bit_length())
+    """The size of the buffer that is leased for `size` bytes: four sizes to each doubling, so that buffers fit the next
+    piece and at most a quarter is wasted."""
+    step = max(SMALLEST_BUFFER_BYTES, 1 << max(0, (size - 1).bit_length() - 3))
+    return -(-size // step) * step
 
 
 class Staging:
