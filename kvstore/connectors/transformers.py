@@ -62,7 +62,7 @@ PUT_PIECE_BYTES = 64 * 1024 * 1024
 class BlockStore(Protocol):
     """What `load` and `save` need of a store; `kvstore.BlockingKVStore` has it."""
 
-    def match(self, chain: Chain, *, deadline_ms: float | None = None) -> int: ...
+    def match(self, chain: Chain, *, strict: bool = False, deadline_ms: float | None = None) -> int: ...
 
     def get_into(self, chain: Chain, out: Any, *, deadline_ms: float | None = None) -> GetReport: ...
 
@@ -80,7 +80,7 @@ class Loaded:
     """What `load` put into the cache.
 
     tokens: tokens reused, a multiple of the block; computing goes on behind them. blocks: the same in blocks.
-    matched: blocks that `match` promised, at most what the input may reuse. report: of the fetch, None when there was
+    matched: blocks that were promised, at most what the input may reuse. report: of the fetch, None when there was
     nothing to fetch.
     """
 
@@ -148,19 +148,26 @@ def namespace_of(store: NamespaceSource, model: PreTrainedModel, *, name: str, w
     )
 
 
-def load(store: BlockStore, ns: Namespace, tokens: Sequence[int], cache: DynamicCache, *, salt: str | None = None,
-         device: torch.device | str = "cpu", deadline_ms: float | None = None) -> Loaded:
+def load(store: BlockStore, ns: Namespace, tokens: Sequence[int], cache: DynamicCache, *, promised: int | None = None,
+         salt: str | None = None, device: torch.device | str = "cpu", deadline_ms: float | None = None) -> Loaded:
     """Fill an empty cache with the longest stored prefix of `tokens`; compute on from `Loaded.tokens`.
 
-    A shorter hit than was matched, down to none, is a shorter prefix, not an error. InvalidArgument for a cache that
-    is not empty. salt: separates users of one namespace; the same one must be given to `save`. device: of the model.
+    A shorter hit than was matched, down to none, is a shorter prefix, not an error. InvalidArgument for a cache that is
+    not empty. promised: leading blocks that an earlier match found, where there was one. salt: separates users of one
+    namespace; the same one must be given to `save`. device: of the model.
     """
     if cache.get_seq_length() != 0:
         raise InvalidArgument(f"the cache holds {cache.get_seq_length()} tokens, load needs an empty one")
     geometry = _geometry(ns.layout)
     reusable = max(0, len(tokens) - 1) // geometry.tokens
     chain = ns.chain(tokens, salt=salt)[:reusable]
-    matched = store.match(chain, deadline_ms=deadline_ms) if len(chain) else 0
+    if promised is not None:
+        matched = min(promised, len(chain))
+    elif len(chain):
+        # Strict: the fetch needs the answers of all nodes anyway, and then finds them in memory.
+        matched = store.match(chain, strict=True, deadline_ms=deadline_ms)
+    else:
+        matched = 0
     if matched == 0:
         return Loaded(0, 0, 0, None)
     out = torch.empty(matched * ns.layout.block_bytes, dtype=torch.uint8)

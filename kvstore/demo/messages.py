@@ -38,8 +38,9 @@ class PrepareResult:
 class RunRequest:
     """Answer a prompt, and one more for each of `additions`, each turn with a cache of its own.
 
-    store: None for a run that opens no store. zero_block: after loading, overwrite this block of the cache with zeros.
-    save: put the blocks that were computed. threads: of torch. salt: of the chain.
+    store: None for a run that opens no store. promised: fetch this many blocks without matching first. zero_block:
+    after loading, overwrite this block of the cache with zeros. save: put the blocks that were computed. threads: of
+    torch. salt: of the chain.
     """
 
     model: str
@@ -51,6 +52,7 @@ class RunRequest:
     store: str | None = None
     salt: str | None = None
     save: bool = False
+    promised: int | None = None
     zero_block: int | None = None
 
 
@@ -60,8 +62,8 @@ class TurnResult:
 
     prefilled_tokens: tokens that went through the model before the first answer token, counted at its embedding.
     load_seconds: match, fetch and copying into the cache. get: None when nothing was fetched; put: None when nothing
-    was to be put. logits: BLAKE2b of the logits that the first answer token was chosen from. keys: of the prompt's
-    full blocks, hexadecimal.
+    was to be put. mended: shards that were put right while the store was open. logits: BLAKE2b of the logits that the
+    first answer token was chosen from. keys: of the prompt's full blocks, hexadecimal.
     """
 
     prompt_tokens: int
@@ -72,6 +74,7 @@ class TurnResult:
     prefill_seconds: float
     put: PutReport | None
     put_seconds: float
+    mended: int
     answer: list[int]
     logits: str
     keys: list[str]

@@ -5,6 +5,7 @@ All steps replay one conversation whose answers a run without any store gave bef
 - the fetch reports exactly the expected number of leading blocks, rebuilt blocks and corrupt shards, and bytes to match
   (no fetch at all counts as zeros: nothing was matched);
 - exactly the tokens behind those blocks went through the model, as a hook on the model counted them;
+- as many shards were mended as were expected to be found corrupt;
 - the put of the computed blocks was acknowledged, or refused, for exactly the expected number of blocks;
 - the answer is token for token the one of the run without a store; or, in the negative control, is not.
 
@@ -24,7 +25,7 @@ from kvstore.demo.messages import TurnResult
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a step must report. acked and failed: blocks of its put, both 0 where nothing is put."""
+    """What a step must report. acked and failed: blocks of its put, both 0 where nothing is put. mended: shards."""
 
     blocks: int
     rebuilt: int
@@ -32,6 +33,7 @@ class Expected:
     prefilled_tokens: int
     acked: int = 0
     failed: int = 0
+    mended: int = 0
     same_answer: bool = True
 
 
@@ -92,6 +94,7 @@ def differences(expected: Expected, found: TurnResult, answer: Sequence[int], bl
         ("blocks verified", expected.blocks, sum(report.ok) if report else 0),
         ("blocks rebuilt", expected.rebuilt, report.rebuilt if report else 0),
         ("corrupt shards", expected.corrupt, report.corrupt if report else 0),
+        ("shards mended", expected.mended, found.mended),
         ("bytes delivered", expected.blocks * block_bytes, report.bytes if report else 0),
         ("tokens prefilled", expected.prefilled_tokens, found.prefilled_tokens),
         ("blocks acknowledged", expected.acked, put.acked if put else 0),

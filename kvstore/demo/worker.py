@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from efs.clock import Clock, SystemClock
 from efs.errors import InvalidArgument
+from efs.metrics import CounterFile
+from efs.nodedir import COUNTERS_FILE
 from efs.types import PutReport
 from kvstore.connectors.transformers import Loaded, layout_of, load, save
 from kvstore.demo.conversation import next_prompt
@@ -37,10 +40,11 @@ from kvstore.demo.messages import (
 from kvstore.demo.model import load_model, prepare
 from kvstore.demo.source import MODEL_NAME
 from kvstore.keys import Namespace
-from kvstore.store import BlockingKVStore, KVStore
+from kvstore.store import BlockingKVStore, KVStore, store_root
 
 DEADLINE_MS = 30_000.0
 """Generous: a demonstration should come out the same on a slow disk."""
+MEND_SECONDS = 20.0
 
 
 class TokenCounter:
@@ -128,10 +132,12 @@ def converse(request: RunRequest, clock: Clock) -> RunResult:
 
 def _turn(engine: Engine, store: BlockingKVStore | None, request: RunRequest, prompt: list[int]) -> TurnResult:
     clock, cache = engine.clock, engine.empty_cache()
+    mended_before = mended_shards(request.store)
     started = clock.monotonic()
     loaded = Loaded(0, 0, 0, None)
     if store is not None:
-        loaded = load(store, engine.ns, prompt, cache, salt=request.salt, deadline_ms=DEADLINE_MS)
+        loaded = load(
+            store, engine.ns, prompt, cache, promised=request.promised, salt=request.salt, deadline_ms=DEADLINE_MS)
     load_seconds = clock.monotonic() - started
     if request.zero_block is not None:
         zero_block(cache, request.zero_block, engine.ns.layout.block_tokens)
@@ -148,13 +154,36 @@ def _turn(engine: Engine, store: BlockingKVStore | None, request: RunRequest, pr
         # Before decoding: see "Equal bits" in the connector.
         put = save(store, engine.ns, prompt, cache, loaded.blocks, salt=request.salt, deadline_ms=DEADLINE_MS)
     put_seconds = clock.monotonic() - started
+    corrupt = loaded.report.corrupt if loaded.report is not None else 0
+    mended = wait_for_mending(request.store, mended_before, corrupt, clock)
     return TurnResult(
         prompt_tokens=len(prompt), matched_blocks=loaded.matched, load_seconds=load_seconds, get=loaded.report,
         prefilled_tokens=prefilled, prefill_seconds=prefill_seconds, put=put, put_seconds=put_seconds,
+        mended=mended,
         logits=blake2b(logits.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest(),
         answer=engine.decode(logits, cache, request.answer_tokens),
         keys=[key.hex() for key in engine.ns.chain(prompt, salt=request.salt)],
     )
+
+
+def mended_shards(store: str | None) -> int:
+    """The store's counter of shards put right, from its file; 0 without a store."""
+    if store is None:
+        return 0
+    counters = CounterFile.open(os.path.join(store_root(store), COUNTERS_FILE), writable=False)
+    try:
+        return counters.get("node_mended")
+    finally:
+        counters.close()
+
+
+def wait_for_mending(store: str | None, before: int, wanted: int, clock: Clock) -> int:
+    """Wait, but not for ever, until the store has mended as many shards as the fetch found corrupt; returns how many it
+    has. Mending runs beside the answer and would be cut short by the end of this process."""
+    give_up = clock.monotonic() + MEND_SECONDS
+    while (mended := mended_shards(store) - before) < wanted and clock.monotonic() < give_up:
+        time.sleep(0.01)
+    return mended
 
 
 def zero_block(cache: DynamicCache, block: int, block_tokens: int) -> None:

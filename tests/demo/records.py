@@ -14,7 +14,7 @@ BLOCK_BYTES = 1_000
 RESUMED = TurnResult(
     prompt_tokens=400, matched_blocks=3, load_seconds=0.1,
     get=GetReport(3, [True] * 3, 0, 0, 0, 0, 0, 3 * BLOCK_BYTES, 0.05),
-    prefilled_tokens=16, prefill_seconds=0.2, put=PutReport(0, 0, 0, 0), put_seconds=0.0,
+    prefilled_tokens=16, prefill_seconds=0.2, put=PutReport(0, 0, 0, 0), put_seconds=0.0, mended=0,
     answer=[5, 6, 7], logits="00", keys=["aa"] * 3,
 )
 RIGHT = Expected(blocks=3, rebuilt=0, corrupt=0, prefilled_tokens=16)

@@ -32,6 +32,7 @@ def test_a_step_that_came_out_as_expected_has_no_differences() -> None:
         (with_get(bytes=2_999), "bytes delivered: 2999, must be 3000"),
         (replace(RESUMED, get=None), "blocks loaded: 0, must be 3"),
         (replace(RESUMED, prefilled_tokens=17), "tokens prefilled: 17, must be 16"),
+        (replace(RESUMED, mended=1), "shards mended: 1, must be 0"),
         (replace(RESUMED, put=PutReport(1, 0, 0, 0)), "blocks acknowledged: 1, must be 0"),
         (replace(RESUMED, put=PutReport(0, 1, 0, 0)), "blocks already there: 1, must be 0"),
         (replace(RESUMED, put=PutReport(0, 0, 1, 0)), "blocks not stored: 1, must be 0"),
@@ -43,7 +44,7 @@ def test_each_way_of_being_wrong_is_named(found: TurnResult, named: str) -> None
     assert any(named in line for line in differences(RIGHT, found, ANSWER, BLOCK_BYTES))
 
 
-@pytest.mark.parametrize("field", ["blocks", "rebuilt", "corrupt", "prefilled_tokens", "acked", "failed"])
+@pytest.mark.parametrize("field", ["blocks", "rebuilt", "corrupt", "prefilled_tokens", "acked", "failed", "mended"])
 def test_each_expectation_is_compared(field: str) -> None:
     other: Expected = replace(RIGHT, **{field: getattr(RIGHT, field) + 1})
     assert differences(other, RESUMED, ANSWER, BLOCK_BYTES)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,17 @@ from transformers.cache_utils import DynamicLayer
 
 import kvstore.connectors.transformers as connector
 from efs.errors import InvalidArgument
+from efs.fs import FileSystem
+from efs.limits import MIB
 from efs.types import GetReport, PutReport
 from kvstore.connectors.transformers import BlockStore, layout_of, load, namespace_of, save, weights_digest
 from kvstore.keys import Chain, Namespace
-from tests.unit.connectors.standin import MemoryStore
+from kvstore.store import BlockingKVStore, KVStore
 
 pytestmark = pytest.mark.engines
 
 BLOCK = 16
+CAPACITY_BYTES = 64 * MIB
 LAYERS, HEADS, HEAD_SIZE = 3, 2, 16
 
 
@@ -48,8 +52,11 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def store() -> BlockStore:
-    return MemoryStore()
+def store(tmp_path: Path) -> Iterator[BlockingKVStore]:
+    root = str(tmp_path / "store")
+    FileSystem.init(root, CAPACITY_BYTES)
+    with KVStore.blocking(root) as opened:
+        yield opened
 
 
 def space(model: LlamaForCausalLM, block_tokens: int = BLOCK) -> Namespace:
@@ -92,8 +99,8 @@ class Altered:
         self._after_get = after_get
         self.puts: list[int] = []
 
-    def match(self, chain: Chain, *, deadline_ms: float | None = None) -> int:
-        return self._match(chain) if self._match else self._store.match(chain, deadline_ms=deadline_ms)
+    def match(self, chain: Chain, *, strict: bool = False, deadline_ms: float | None = None) -> int:
+        return self._match(chain) if self._match else self._store.match(chain, strict=strict, deadline_ms=deadline_ms)
 
     def get_into(self, chain: Chain, out: Any, *, deadline_ms: float | None = None) -> GetReport:
         report = self._store.get_into(chain, out, deadline_ms=deadline_ms)
@@ -105,7 +112,7 @@ class Altered:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_resumed_prefill_gives_the_same_bits(store: BlockStore, dtype: torch.dtype) -> None:
+def test_a_resumed_prefill_gives_the_same_bits(store: BlockingKVStore, dtype: torch.dtype) -> None:
     model = small_model(dtype)
     ns, tokens = space(model), some_tokens(5 * BLOCK + 7)
     first, second = empty(model), empty(model)
@@ -124,7 +131,7 @@ def test_a_resumed_prefill_gives_the_same_bits(store: BlockStore, dtype: torch.d
     assert torch.equal(compute(model, tokens, second), expected)
 
 
-def test_a_stored_block_is_keys_then_values_of_each_layer(store: BlockStore, model: LlamaForCausalLM) -> None:
+def test_a_block_is_keys_then_values_of_each_layer(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     ns, tokens, cache = space(model), some_tokens(2 * BLOCK), empty(model)
     compute(model, tokens, cache)
     save(store, ns, tokens, cache)
@@ -151,7 +158,7 @@ def test_smollm2_blocks_have_the_size_of_the_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(("length", "reused"), [(1, 0), (BLOCK, 0), (BLOCK + 1, 1), (3 * BLOCK, 2), (3 * BLOCK + 1, 3)])
-def test_one_token_is_left_to_compute(store: BlockStore, model: LlamaForCausalLM, length: int, reused: int) -> None:
+def test_one_token_is_left_to_compute(store: BlockingKVStore, model: LlamaForCausalLM, length: int, reused: int) -> None:
     ns, tokens, cache = space(model), some_tokens(4 * BLOCK), empty(model)
     compute(model, tokens, cache)
     assert save(store, ns, tokens, cache).acked == 4
@@ -160,7 +167,7 @@ def test_one_token_is_left_to_compute(store: BlockStore, model: LlamaForCausalLM
     assert resumed.get_seq_length() == reused * BLOCK
 
 
-def test_the_last_sampled_token_has_no_kv(store: BlockStore, model: LlamaForCausalLM) -> None:
+def test_the_last_sampled_token_has_no_kv(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     ns, cache = space(model, 128), empty(model)
     tokens = some_tokens(100)
     logits = compute(model, tokens, cache)
@@ -175,14 +182,14 @@ def test_the_last_sampled_token_has_no_kv(store: BlockStore, model: LlamaForCaus
     assert save(store, ns, tokens, cache).acked == 1
 
 
-def test_an_input_not_yet_computed_is_not_stored(store: BlockStore, model: LlamaForCausalLM) -> None:
+def test_an_input_not_yet_computed_is_not_stored(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     ns, tokens, cache = space(model), some_tokens(6 * BLOCK), empty(model)
     compute(model, tokens[: 2 * BLOCK + 3], cache)
     assert save(store, ns, tokens, cache).acked == 2
     assert store.match(ns.chain(tokens)) == 2
 
 
-def test_only_new_blocks_are_put(store: BlockStore, model: LlamaForCausalLM) -> None:
+def test_only_new_blocks_are_put(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     ns, tokens = space(model), some_tokens(5 * BLOCK + 1)
     cache = empty(model)
     compute(model, tokens[: 3 * BLOCK], cache)
@@ -197,7 +204,7 @@ def test_only_new_blocks_are_put(store: BlockStore, model: LlamaForCausalLM) -> 
 
 
 def test_a_long_prefix_is_put_in_pieces(
-    store: BlockStore, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    store: BlockingKVStore, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ns, tokens, cache = space(model), some_tokens(7 * BLOCK + 1), empty(model)
     monkeypatch.setattr(connector, "PUT_PIECE_BYTES", 3 * ns.layout.block_bytes)
@@ -210,7 +217,7 @@ def test_a_long_prefix_is_put_in_pieces(
     assert torch.equal(compute(model, tokens, resumed), expected)
 
 
-def test_a_miss_leaves_the_cache_empty(store: BlockStore, model: LlamaForCausalLM) -> None:
+def test_a_miss_leaves_the_cache_empty(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     cache = empty(model)
     loaded = load(store, space(model), some_tokens(3 * BLOCK), cache)
     assert (loaded.tokens, loaded.blocks, loaded.matched, loaded.report) == (0, 0, 0, None)
@@ -219,7 +226,7 @@ def test_a_miss_leaves_the_cache_empty(store: BlockStore, model: LlamaForCausalL
 
 @pytest.mark.parametrize("stored", [0, 2])
 def test_a_promise_that_is_not_kept_becomes_a_shorter_prefix(
-    store: BlockStore, model: LlamaForCausalLM, stored: int
+    store: BlockingKVStore, model: LlamaForCausalLM, stored: int
 ) -> None:
     ns, tokens, cache = space(model), some_tokens(5 * BLOCK + 3), empty(model)
     expected = compute(model, tokens, cache)
@@ -236,7 +243,7 @@ def test_a_promise_that_is_not_kept_becomes_a_shorter_prefix(
     assert torch.equal(compute(model, tokens, resumed), expected)
 
 
-def test_bytes_behind_the_verified_run_are_never_used(store: BlockStore, model: LlamaForCausalLM) -> None:
+def test_bytes_behind_the_verified_run_are_never_used(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     ns, tokens, cache = space(model), some_tokens(5 * BLOCK + 3), empty(model)
     expected = compute(model, tokens, cache)
     save(store, ns, tokens, cache)
@@ -253,7 +260,7 @@ def test_bytes_behind_the_verified_run_are_never_used(store: BlockStore, model: 
     assert torch.equal(compute(model, tokens, resumed), expected)
 
 
-def test_a_changed_byte_of_the_cache_changes_the_logits(store: BlockStore, model: LlamaForCausalLM) -> None:
+def test_a_changed_byte_of_the_cache_changes_the_logits(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     ns, tokens, cache = space(model), some_tokens(5 * BLOCK + 3), empty(model)
     expected = compute(model, tokens, cache)
     save(store, ns, tokens, cache)
@@ -263,7 +270,39 @@ def test_a_changed_byte_of_the_cache_changes_the_logits(store: BlockStore, model
     assert not torch.equal(compute(model, tokens, resumed), expected)
 
 
-def test_salts_do_not_meet(store: BlockStore, model: LlamaForCausalLM) -> None:
+def test_a_promise_from_elsewhere_is_fetched_without_a_match(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
+    ns, tokens, cache = space(model), some_tokens(4 * BLOCK + 1), empty(model)
+    compute(model, tokens[: 3 * BLOCK], cache)
+    save(store, ns, tokens, cache)
+
+    def never(chain: Chain) -> int:
+        raise AssertionError("asked although the answer was given")
+
+    unasked = Altered(store, match=never)
+    assert load(unasked, ns, tokens, empty(model), promised=2).blocks == 2
+    assert load(unasked, ns, tokens, empty(model), promised=9).blocks == 3
+    assert load(unasked, ns, tokens, empty(model), promised=0).report is None
+
+
+def test_two_lost_directories_cost_nothing_and_three_cost_the_prefix(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    root = tmp_path / "store"
+    FileSystem.init(str(root), CAPACITY_BYTES)
+    ns, tokens, cache = space(model), some_tokens(5 * BLOCK + 3), empty(model)
+    expected = compute(model, tokens, cache)
+    with KVStore.blocking(str(root)) as opened:
+        assert save(opened, ns, tokens, cache).acked == 5
+    for gone, blocks in ((("03", "07"), 5), (("11",), 0)):
+        for node in gone:
+            shutil.rmtree(root / "nodes" / node)
+        resumed = empty(model)
+        with KVStore.blocking(str(root)) as opened:
+            loaded = load(opened, ns, tokens, resumed, promised=5)
+        assert loaded.report is not None
+        assert loaded.blocks == blocks
+        assert torch.equal(compute(model, tokens, resumed), expected)
+
+
+def test_salts_do_not_meet(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     ns, tokens, cache = space(model), some_tokens(3 * BLOCK), empty(model)
     compute(model, tokens, cache)
     assert save(store, ns, tokens, cache, salt="a").acked == 3
@@ -272,14 +311,14 @@ def test_salts_do_not_meet(store: BlockStore, model: LlamaForCausalLM) -> None:
     assert load(store, ns, tokens, empty(model), salt="a").blocks == 2
 
 
-def test_load_needs_an_empty_cache(store: BlockStore, model: LlamaForCausalLM) -> None:
+def test_load_needs_an_empty_cache(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     cache = empty(model)
     compute(model, some_tokens(5), cache)
     with pytest.raises(InvalidArgument, match="holds 5 tokens"):
         load(store, space(model), some_tokens(3 * BLOCK), cache)
 
 
-def test_save_refuses_what_does_not_fit_together(store: BlockStore, model: LlamaForCausalLM) -> None:
+def test_save_refuses_what_does_not_fit_together(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     ns, tokens, cache = space(model), some_tokens(3 * BLOCK), empty(model)
     compute(model, tokens, cache)
     with pytest.raises(InvalidArgument, match="holds 48 tokens, but only 47"):
@@ -350,4 +389,16 @@ def test_the_documented_use_runs_as_it_is_written(model: LlamaForCausalLM, tmp_p
     assert len(program.splitlines()) == 10
     assert "load(" in program
     assert "save(" in program
-    pytest.skip("needs the store")
+    root = str(tmp_path / "store")
+    FileSystem.init(root, CAPACITY_BYTES)
+    program = program.replace("/var/lib/kvstore", root)
+    tokens = some_tokens(300)
+    results = []
+    for _ in range(2):
+        names: dict[str, Any] = {
+            "KVStore": KVStore, "namespace_of": namespace_of, "DynamicCache": DynamicCache, "load": load, "save": save,
+            "torch": torch, "model": model, "tokens": tokens,
+        }
+        exec(program, names)
+        results.append((names["loaded"].tokens, names["next_token"]))
+    assert results == [(0, results[0][1]), (256, results[0][1])]
