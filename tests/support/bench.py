@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
+
+from efs import pieces
 from efs.clock import Clock, Deadline, SystemClock
-from efs.codec import Codec
+from efs.codec import Codec, Shards
 from efs.contract import Node
 from efs.health import Health
 from efs.limits import PUT_BUDGET_BYTES, WRITE_STAGING_BYTES
 from efs.metrics import CounterFile
+from efs.shape import BlockShape
 from efs.types import PutReport
 from efs.writer import Writer
-from tests.support.blocks import Blocks
+from tests.support.blocks import TINY, Blocks, readable
 from tests.support.gatednode import GatedNode
 from tests.support.memorynode import MemoryNode
 
@@ -58,3 +62,29 @@ def make_bench(clock: Clock | None = None, absent: Sequence[int] = (), codec: Co
     health, counters = Health(present, clock), CounterFile.in_memory()
     writer = Writer(present, health, codec or Codec(), counters, clock)
     return Bench(clock, twins, nodes, health, counters, writer)
+
+
+class SpyCodec(Codec):
+    """Counts encoded rows and may do something before each call."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.rows = 0
+        self.before = before
+
+    def encode(self, data: Sequence[Shards], parity: Sequence[Shards]) -> None:
+        self.before()
+        self.rows += len(data[0])
+        super().encode(data, parity)
+
+
+def small_pieces(monkeypatch: pytest.MonkeyPatch, blocks: int, shape: BlockShape = TINY) -> None:
+    """Pieces of this many blocks, a turn for others after each block."""
+    monkeypatch.setattr(pieces, "PUT_PIECE_BYTES", blocks * shape.block_bytes)
+    monkeypatch.setattr(pieces, "PUT_CHUNK_BYTES", 2 * shape.block_bytes)
+    monkeypatch.setattr(pieces, "PUT_SLICE_BYTES", shape.block_bytes)
+
+
+def assert_readable(bench: Bench, blocks: Blocks, at: Sequence[int] | None = None) -> None:
+    for place in at if at is not None else range(len(blocks.keys)):
+        assert blocks.block(place) in readable(bench.twins, blocks.keys[place]).values()
