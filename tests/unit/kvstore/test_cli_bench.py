@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from efs.fs import FileSystem
 from efs.limits import MIB
 from kvstore import bench
 from kvstore.bench import BenchFailed, BenchReport, Plan, Row, mean_slots_per_range, run_bench
@@ -139,7 +140,7 @@ def test_ageing_writes_three_times_the_capacity(report: BenchReport) -> None:
 def test_a_fetch_that_misses_blocks_fails_the_benchmark(tmp_path: Path, lost: tuple[int, ...]) -> None:
     plan = small_plan(tmp_path)
     root, work = str(tmp_path / "fresh"), bench._make_work(plan)
-    bench.FileSystem.init(root, plan.fresh_bytes)
+    FileSystem.init(root, plan.fresh_bytes)
     asyncio.run(bench._store_reference(root, work))
     with bench._without(root, lost), pytest.raises(BenchFailed, match="missed blocks"):
         asyncio.run(bench._timed_fetches(root, "preadv", plan, work))
@@ -148,7 +149,7 @@ def test_a_fetch_that_misses_blocks_fails_the_benchmark(tmp_path: Path, lost: tu
 def test_a_fetch_of_other_bytes_fails_the_benchmark(tmp_path: Path) -> None:
     plan = small_plan(tmp_path)
     root, work = str(tmp_path / "fresh"), bench._make_work(plan)
-    bench.FileSystem.init(root, plan.fresh_bytes)
+    FileSystem.init(root, plan.fresh_bytes)
     asyncio.run(bench._store_reference(root, work))
     work.expected[-1] ^= 1
     with pytest.raises(BenchFailed, match="not stored"):

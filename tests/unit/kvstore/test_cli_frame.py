@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,8 +13,18 @@ import typer
 from typer import TyperException
 
 from efs.errors import Locked, NodeFull, StoreNotFound
+from efs.findings import Kind
 from kvstore.cli import app as app_module
-from kvstore.cli.failures import describe, one_line
+from kvstore.cli.failures import (
+    BROKEN_PIPE,
+    COULD_NOT_RUN,
+    DAMAGE,
+    INTERRUPTED,
+    NOT_ALL,
+    WRONG_REQUEST,
+    describe,
+    one_line,
+)
 from kvstore.cli.terminal import Terminal, human_age, human_bytes
 from tests.support.cli import ROOT, command, environment, run, run_process
 from tests.support.laidstore import LaidStore, lay_store, make_blocks
@@ -60,6 +71,22 @@ def test_help_of_every_command_has_an_example_and_json(name: str) -> None:
     assert "Example" in shown.out
     assert "--json" in shown.out
     assert "\b" not in shown.out
+
+
+def test_the_document_names_every_command_option_exit_code_and_finding() -> None:
+    document = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    for name in COMMANDS:
+        assert f"## {name.split()[0]}" in document or name.split()[0] in ("put", "get", "match")
+        assert f"kvstore {name}" in document.replace("kvstore put  ", "kvstore put").replace(
+            "kvstore get  ", "kvstore get"
+        )
+        options = re.findall(r"^  (?:-\w, )?(--[a-z-]+)", run(*name.split(), "--help").out, re.MULTILINE)
+        assert "--json" in options
+        assert [option for option in options if option not in document] == [], name
+    for kind in Kind:
+        assert f"| `{kind.value}` |" in document
+    for code in (NOT_ALL, WRONG_REQUEST, DAMAGE, COULD_NOT_RUN, INTERRUPTED, BROKEN_PIPE):
+        assert f"| {code} |" in document
 
 
 def test_short_help_option_works_too() -> None:
