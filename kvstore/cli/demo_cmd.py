@@ -1,5 +1,5 @@
 """`kvstore demo`: a real language model resumes a conversation from the store. The work is in `kvstore.demo`, which is
-loaded when the command runs: it needs torch and transformers, which a storage node does not install."""
+loaded when the command runs: no other command needs it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
-from kvstore.cli.options import JsonOption, terminal_of
+from kvstore.cli.options import JsonOption, root_options, terminal_of
+from kvstore.store import store_root
 
 _HELP = """Watch a real language model resume a conversation from erasure-coded blocks, with nodes removed and bytes
 flipped.
 
 Needs the extra `transformers` (pip install "kvstore[transformers]"). Everything happens in a directory of its own,
-which is removed at the end unless --keep is given. Exits non-zero when any step does not come out exactly as it must.
+which is removed at the end unless --keep is given. With --store the turns use that store, under keys of this run
+alone, and nothing in it is damaged; KVSTORE_STORE is not looked at. Exits non-zero when any step does not come out
+exactly as it must.
 
 \b
 Examples:
@@ -30,15 +33,19 @@ def register(app: typer.Typer) -> None:
 def demo(
     context: typer.Context,
     workdir: Annotated[
-        str | None, typer.Option("--workdir", metavar="DIR", help="Where to work.  [default: a temporary directory]")
+        str | None,
+        typer.Option("--workdir", metavar="DIR", help="An empty directory to work in.  [default: a temporary one]"),
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the store behind.")] = False,
-    turns: Annotated[int, typer.Option("--turns", metavar="N", min=1, help="Turns of the conversation.")] = 3,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave that directory behind.")] = False,
+    turns: Annotated[int, typer.Option("--turns", metavar="N", help="Turns of the conversation, 1 to 6.")] = 3,
+    store: Annotated[str | None, typer.Option("--store", metavar="URL", help="Use this existing store.")] = None,
     as_json: JsonOption = False,
 ) -> int:
-    from kvstore.demo import run  # Lazily: see the module docstring.
+    from kvstore.demo import run
 
     terminal = terminal_of(context, as_json)
-    report = run(workdir=workdir, keep=keep, turns=turns, remark=terminal.remark)
+    url = store if store is not None else root_options(context).store
+    root = None if url is None else store_root(url)
+    report = run(workdir=workdir, keep=keep, store=root, turns=turns, remark=terminal.remark)
     terminal.result(report.document(), lambda console: console.print(report.table()))
-    return int(report.exit_code)
+    return report.exit_code
