@@ -404,6 +404,7 @@ class NodeWriter:
                 table.pins -= 1
             for extent in touched:
                 state.tables.changed(extent)
+            self._placer.settled()
             if error is not None or result is None:
                 self._undo(job, error, failed)
                 raise self._meaning(job, error) from error

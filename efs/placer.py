@@ -4,6 +4,10 @@ One placement runs at a time, because eviction has to wait for tables of its vic
 same ones. A placement holds its slots reserved and the tables of their extents pinned; it ends in a job, or is
 abandoned, and then what was evicted for it stays evicted and the disk is told by a later job.
 
+A run is not broken to fill gaps shorter than a chunk while there is something to evict: such gaps wait for requests
+that fit into one. Measured after 3.2 turnovers: 42 slots in a contiguous range with this rule, 38 without, 59 in a
+fresh node; 99.6 % of the slots live either way.
+
 Eviction takes EVICT_AT_ONCE slots or a 32nd of the class more than is needed now, so that index deletes come in
 batches.
 """
@@ -31,8 +35,6 @@ from efs.writejob import Slots
 
 EVICT_AT_ONCE: Final = DELETE_BATCH // 2
 _SHARE_AT_ONCE: Final = 32
-_SMALLEST_GAP: Final = 4
-"""Gaps below this fraction of a chunk are not worth breaking a run for, as long as something can be evicted."""
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class Placer:
         self._guard = guard
         self._lookups = lookups
         self._turn = asyncio.Lock()
+        self._settled = asyncio.Event()
         self._no_space_until = 0.0
         self._no_space_ms = PROBE_BACKOFF_MS
 
@@ -103,6 +106,10 @@ class Placer:
             raise
         return placement
 
+    def settled(self) -> None:
+        """A job ended: what was in flight can be evicted now."""
+        self._settled.set()
+
     def abandon(self, placement: Placement) -> None:
         """Give the slots back; what was evicted is owed to the disk."""
         placement.unpin()
@@ -126,12 +133,11 @@ class Placer:
 
     async def _fill(self, placement: Placement, slot_class: SlotClass, count: int, deadline: Deadline) -> None:
         geometry = self._state.allocator.geometry_for(slot_class)
-        shortest = max(1, geometry.chunk_slots // _SMALLEST_GAP)
         await self._make_index_room(placement, slot_class, count, deadline)
         left = count
         while left:
-            left = self._allocate(placement, slot_class, left, shortest)
-            if left and not await self._evict(placement, slot_class, left, deadline):
+            left = self._allocate(placement, slot_class, left, geometry.chunk_slots)
+            if left and not await self._evict_or_wait(placement, slot_class, left, deadline):
                 left = self._allocate(placement, slot_class, left, 1)
                 break
         await self._pin(placement, deadline)
@@ -144,7 +150,7 @@ class Placer:
         while True:
             reserved = sum(use.reserved_slots for use in allocator.use())
             missing = allocator.live_slots + reserved + count - self._state.index.most_entries
-            if missing <= 0 or not await self._evict(placement, slot_class, missing, deadline):
+            if missing <= 0 or not await self._evict_or_wait(placement, slot_class, missing, deadline):
                 return
 
     def _allocate(self, placement: Placement, slot_class: SlotClass, count: int, shortest: int) -> int:
@@ -168,6 +174,20 @@ class Placer:
                 await self._lookups.load((extent,), deadline)
                 table = self._state.tables.get(extent)
             placement.pin([table])
+
+    async def _evict_or_wait(self, placement: Placement, slot_class: SlotClass, slots: int, deadline: Deadline) -> bool:
+        """Evict, or where everything is in flight let a job end first. False when neither is to be had in time."""
+        self._settled.clear()
+        if await self._evict(placement, slot_class, slots, deadline):
+            return True
+        if not self._guard.writer.queued or deadline.passed():
+            return False
+        try:
+            async with asyncio.timeout(deadline.left()):
+                await self._settled.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _evict(self, placement: Placement, slot_class: SlotClass, slots: int, deadline: Deadline) -> bool:
         """Drop the coldest records from memory. False when there are none."""
