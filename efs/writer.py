@@ -32,6 +32,7 @@ ABANDONED_BYTES_PER_NODE and the buffers of one lane. The caller's buffer is not
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ from efs.shard import template_digests
 from efs.staging import ByteBudget, Staging
 from efs.survey import Survey, weakest
 from efs.types import DropItem, PutItem, PutReport
+
+_LOG = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
@@ -388,6 +391,7 @@ class _Put:
             if not isinstance(error, EfsError | asyncio.CancelledError):
                 self._bug = error
             elif isinstance(error, EfsError) and in_time:
+                _LOG.info("a write to node %d stored nothing: %s", index, error)
                 self._writer.health.note_failure(index, error)
         self._changed.set()
 

@@ -301,6 +301,16 @@ async def test_a_node_with_a_damaged_file_is_left_out(root: str, what: str) -> N
 # -- damage and failure while it runs -----------------------------------------------------------------------------
 
 
+def zero(root: str, index: int, payload: bytes) -> None:
+    """Zero the one place in a node's slab where these bytes are."""
+    path = Path(node_path(root, index), "slabs", "slab")
+    data = path.read_bytes()
+    assert data.count(payload) == 1
+    with open(path, "r+b") as file:
+        file.seek(data.index(payload))
+        file.write(bytes(len(payload)))
+
+
 def flip(root: str, index: int, payload: bytes) -> None:
     """Flip a bit of the one place in a node's slab where these bytes are."""
     path = Path(node_path(root, index), "slabs", "slab")
@@ -330,6 +340,32 @@ async def test_flipped_bits_on_two_nodes_are_served_from_others_and_mended(root:
         for key in blocks.keys:
             reports = await filesystem.look_up_all(key, deadline_ms=DEADLINE_MS)
             assert [report.sound for report in reports] == [True] * 12
+
+
+async def test_after_power_loss_zeroed_payload_is_neither_served_nor_counted_by_a_put(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = make_blocks(6)
+    lost = str(tmp_path / "after")
+    async with opened(root) as filesystem:
+        await put(filesystem, blocks)
+        nodes = {report.record.shard: report.node_index
+                 for report in await filesystem.look_up_all(blocks.keys[4], deadline_ms=DEADLINE_MS)}
+        # What the disk holds when the power goes: the index and two of the twelve payloads never reached it whole.
+        shutil.copytree(root, lost)
+    for shard in (1, 6):
+        zero(lost, nodes[shard], blocks.block(4)[shard * 400 : (shard + 1) * 400])
+    monkeypatch.setattr("efs.node.machine_boot_id", lambda: "another boot of this machine")
+    async with opened(lost) as filesystem:
+        assert {info.unverified for info in await filesystem.nodes()} == {6}
+        assert await filesystem.match(blocks.keys, deadline_ms=DEADLINE_MS) == 6
+        assert await put(filesystem, blocks) == PutReport(6, 0, 0, 0)
+        assert {(info.unverified, info.records) for info in await filesystem.nodes()} == {(0, 6)}
+        for key in blocks.keys:
+            reports = await filesystem.look_up_all(key, deadline_ms=DEADLINE_MS)
+            assert [(report.sound, report.trusted) for report in reports] == [(True, True)] * 12
+        assert await put(filesystem, blocks) == PutReport(0, 6, 0, 0)
+        assert (await get(filesystem, blocks)).blocks == 6
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
