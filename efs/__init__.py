@@ -1,1 +1,1 @@
-"""An erasure-coded, hedged, verified object store over twelve nodes. Knows keys, shards and nodes; nothing of tokens."""
+"""An erasure-coded, hedged, verified object store over twelve nodes. Knows keys and shards; nothing of tokens."""

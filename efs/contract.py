@@ -145,6 +145,11 @@ class Node(Protocol):
         """`headers` from memory, else None."""
         ...
 
+    def view_now(self, span: Span) -> NDArray[np.uint8] | None:
+        """(count, slot_bytes) read-only view of the slots of a span where they are in this process's memory and no byte
+        of them needs waiting, else None. Good until the next await; what it shows is not verified here."""
+        ...
+
     def read_now(self, span: Span, landing: Landing) -> bool:
         """Copy a span to its landing if no byte of it needs waiting for. On False the landing's bytes are undefined."""
         ...

@@ -95,6 +95,8 @@ ABANDONED_BYTES_PER_NODE: Final = 16 * MIB
 """Staging that writes to a hung node may still hold after their puts returned; beyond it the node gets no writes."""
 UNIT_BLOCKS: Final = 64
 """Blocks that a fetch reads, verifies and rebuilds together; a whole run of V4.1 blocks."""
+VERIFY_CHUNK_BYTES: Final = 512 * KIB
+"""Bytes of a segment that are copied and then hashed while source and copy are still in a core's cache of 2 MiB."""
 SCRATCH_BYTES: Final = 16 * MIB
 """Private memory for parity shards that a reader keeps between fetches: two parity shards of 757 blocks."""
 IOV_MAX: Final = 1024

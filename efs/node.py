@@ -237,6 +237,10 @@ class DirectoryNode:
 
     # -- payload
 
+    def view_now(self, span: Span) -> NDArray[np.uint8] | None:
+        """See the contract."""
+        return self._reads.view_now(span)
+
     def read_now(self, span: Span, landing: Landing) -> bool:
         """See the contract."""
         return self._reads.read_now(span, landing)

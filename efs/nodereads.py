@@ -50,18 +50,28 @@ class NodeReads:
         self._residency = Residency(state.slab.view) if mapped and state.slab.view is not None else None
         self._between = memoryview(bytearray())
 
+    def view_now(self, span: Span) -> NDArray[np.uint8] | None:
+        """See the contract."""
+        if self._residency is None or self._guard.closed:
+            return None
+        geometry = self._state.geometry_of(span.location, span.slot_bytes, span.count)
+        if geometry is None:
+            return None
+        if not self._residency.resident(geometry.slot_position(span.location), span.count * span.slot_bytes):
+            return None
+        return self._state.slab.mapped_slots(geometry, span.location, span.count)
+
     def read_now(self, span: Span, landing: Landing) -> bool:
         """See the contract."""
+        if landing.revoked or self._guard.closed:
+            return False
+        if self._residency is not None:
+            view = self.view_now(span)
+            if view is not None:
+                land(view, landing)
+            return view is not None
         geometry = self._state.geometry_of(span.location, span.slot_bytes, span.count)
-        if geometry is None or landing.revoked or self._guard.closed:
-            return False
-        if self._residency is None:
-            return self._read_scattered_now(geometry, span, landing)
-        size = span.count * span.slot_bytes
-        if not self._residency.resident(geometry.slot_position(span.location), size):
-            return False
-        land(self._state.slab.mapped_slots(geometry, span.location, span.count), landing)
-        return True
+        return geometry is not None and self._read_scattered_now(geometry, span, landing)
 
     def _read_scattered_now(self, geometry: Geometry, span: Span, landing: Landing) -> bool:
         buffer, slot_bytes, count = landing.buffer, span.slot_bytes, span.count

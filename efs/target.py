@@ -29,6 +29,11 @@ class Target:
                   for piece in pieces)
             for pieces in shape.pieces
         )
+        # By shard where its pieces of all blocks go: (source, size, (blocks, size) view of the buffer).
+        self._places = tuple(
+            tuple((piece.shard_offset, piece.size, self._piece_rows(piece, 0, blocks)) for piece in pieces)
+            for pieces in shape.pieces
+        )
         self._whole = tuple(
             len(pieces) == 1 and pieces[0].size == shape.shard_bytes for pieces in shape.pieces
         )
@@ -51,6 +56,12 @@ class Target:
             return Landing(self.out, (Stride(source, size, start + block * step, step),))
         return Landing(self.out, tuple([Stride(source, size, start + block * step, step)
                                         for source, size, start, step in strides]))
+
+    def store_slots(self, shard: int, block: int, slots: NDArray[np.uint8]) -> None:
+        """Copy (count, slot bytes) of one data shard of blocks from `block` on to their places."""
+        stop = block + len(slots)
+        for source, size, rows in self._places[shard]:
+            rows[block:stop] = slots[:, source : source + size]
 
     def segment_hashes(self, segment: int, start: int, stop: int) -> list[int]:
         """xxh3_64 of one segment of each of the blocks [start, stop)."""

@@ -2,7 +2,8 @@
 
 Invariants: a segment of a block is good only after its bytes in the caller's buffer were hashed and agreed with the
 pinned version's header. Before bytes are rebuilt in place, every landing that could still write to them is revoked, so
-nothing writes to good bytes. `landed` and node failures only change state and set `event`; waiting is the caller's.
+nothing writes to good bytes. What a node shows of its memory is copied before anything is awaited, a chunk of a segment
+at a time, each hashed at once. `landed` and node failures only change state and set `event`; waiting is the caller's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from efs.codec import Codec
 from efs.contract import ABSENT, Landing, Node, Span, Stride
 from efs.errors import EfsError
 from efs.hedge import Budget, Lags, Shard, Unit
-from efs.limits import DATA_SHARDS, FANOUT, SCRATCH_BYTES, STRIPE_SHARDS
+from efs.limits import DATA_SHARDS, FANOUT, SCRATCH_BYTES, STRIPE_SHARDS, VERIFY_CHUNK_BYTES
 from efs.metrics import CounterFile
 from efs.pinning import Pins
 from efs.scratch import Scratch
@@ -103,6 +104,7 @@ class UnitReads:
         self._shard_bytes, self._slot_bytes = target.shape.shard_bytes, target.shape.slot_bytes
         self._linked = np.diff(pins.location, axis=1) == 1
         self._parity: dict[tuple[int, int], bytearray] = {}
+        self._shown: list[tuple[int, int, NDArray[np.uint8]]] = []
         self._queue: dict[int, list[Request]] = {}
         self._flying: list[Request] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,8 +128,14 @@ class UnitReads:
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
-    def ask(self, unit: Unit, shard: int, rows: NDArray[np.bool_] | None = None) -> bool:
-        """Request a shard of the unit's blocks (all, or the chosen rows). True when every row of it is in hand now."""
+    def ask(self, unit: Unit, shard: int, rows: NDArray[np.bool_]) -> None:
+        """Request a shard of the chosen rows of a unit."""
+        self._ask(unit, shard, rows)
+        self._store_shown(unit, 0, unit.stop - unit.start)
+
+    def _ask(self, unit: Unit, shard: int, rows: NDArray[np.bool_] | None = None) -> bool:
+        """Request a shard of the unit's blocks (all, or the chosen rows). True when every row of it is in hand, or is
+        shown by its node and still to be copied by `_store_shown`."""
         node_index = (shard + unit.rotation) % STRIPE_SHARDS
         node = self.context.nodes[node_index]
         if node is None:
@@ -169,8 +177,13 @@ class UnitReads:
 
     def _request(self, unit: Unit, shard: int, low: int, high: int, node: Node, location: int) -> bool:
         span = Span(location, high - low, self._shard_bytes, self._slot_bytes)
-        landing = self._landing(unit, shard, low)
         try:
+            view = node.view_now(span)
+            if view is not None:
+                self._shown.append((shard, low, view))
+                unit.state[shard, low:high] = Shard.HAVE
+                return True
+            landing = self._landing(unit, shard, low)
             if node.read_now(span, landing):
                 unit.state[shard, low:high] = Shard.HAVE
                 return True
@@ -185,12 +198,33 @@ class UnitReads:
     def _landing(self, unit: Unit, shard: int, low: int) -> Landing:
         if shard < DATA_SHARDS:
             return self.target.landing(shard, unit.start + low)
-        size = self.target.shape.shard_bytes
+        size = self._shard_bytes
+        return Landing(memoryview(self._parity_buffer(unit, shard)), (Stride(0, size, low * size, size),))
+
+    def _parity_buffer(self, unit: Unit, shard: int) -> bytearray:
         buffer = self._parity.get((unit.start, shard))
         if buffer is None:
-            buffer = self.context.scratch.take(size * (unit.stop - unit.start))
-            self._parity[unit.start, shard] = buffer
-        return Landing(memoryview(buffer), (Stride(0, size, low * size, size),))
+            buffer = self._parity[unit.start, shard] = self.context.scratch.take(
+                self._shard_bytes * (unit.stop - unit.start)
+            )
+        return buffer
+
+    def _parity_rows(self, unit: Unit, shard: int) -> NDArray[np.uint8]:
+        buffer = np.frombuffer(self._parity_buffer(unit, shard), np.uint8)
+        return buffer.reshape(unit.stop - unit.start, self._shard_bytes)
+
+    def _store_shown(self, unit: Unit, first: int, last: int) -> None:
+        """Copy what lies in rows [first, last) of everything that nodes show."""
+        for shard, low, view in self._shown:
+            start, stop = max(first, low), min(last, low + len(view))
+            if start < stop:
+                slots = view[start - low : stop - low]
+                if shard < DATA_SHARDS:
+                    self.target.store_slots(shard, unit.start + start, slots)
+                else:
+                    self._parity_rows(unit, shard)[start:stop] = slots[:, : self._shard_bytes]
+        if last == unit.stop - unit.start:
+            self._shown.clear()
 
     def flush(self) -> None:
         """Hand what is queued to the nodes' threads: one batched request a node."""
@@ -242,21 +276,37 @@ class UnitReads:
         """First pass over one segment of a unit: ask its shards, verify; where one is lost take the unit whole."""
         shards = self.target.shape.segment_shards[segment]
         complete = sum(self._ask_once(unit, shard) for shard in shards) == len(shards)
+        if complete:
+            agreed = self._land_and_verify(unit, segment)
         if segment == len(self.good) - 1:
             self._ask_rest(unit)
         if complete:
-            self.verify(unit, segment, 0, unit.stop - unit.start)
+            unit.segments_good += agreed
+            if not agreed or unit.segments_good == len(self.good):
+                self._close_rows(unit)
             return
+        self._store_shown(unit, 0, unit.stop - unit.start)
         self.verify_ready(unit, segment)
         if (unit.state[list(shards)] == Shard.LOST).any():
             self._ask_rest(unit)
             self.advance(unit)
 
+    def _land_and_verify(self, unit: Unit, segment: int) -> bool:
+        """All rows of a segment whose shards are in hand or shown, a chunk at a time; whether all of them agreed."""
+        rows = unit.stop - unit.start
+        step = max(1, VERIFY_CHUNK_BYTES // self.target.shape.segment_bytes[segment]) if self._shown else rows
+        agreed = True
+        for low in range(0, rows, step):
+            high = min(low + step, rows)
+            self._store_shown(unit, low, high)
+            agreed &= self._verify(unit, segment, low, high)
+        return agreed
+
     def _ask_once(self, unit: Unit, shard: int) -> bool:
         """Ask a shard that was not asked yet. True when every row of it is in hand."""
         if shard in unit.whole:
             return True
-        if unit.state[shard, 0] != Shard.UNASKED or not self.ask(unit, shard):
+        if unit.state[shard, 0] != Shard.UNASKED or not self._ask(unit, shard):
             return False
         unit.whole.add(shard)
         return True
@@ -264,6 +314,7 @@ class UnitReads:
     def _ask_rest(self, unit: Unit) -> None:
         for shard in unit.first_asked:
             self._ask_once(unit, shard)
+        self._store_shown(unit, 0, unit.stop - unit.start)
 
     def verify_ready(self, unit: Unit, segment: int) -> None:
         """Verify the rows of a segment whose shards are all in hand and that are not good yet."""
@@ -271,27 +322,23 @@ class UnitReads:
         ready = unit.open & (unit.state[shards] == Shard.HAVE).all(axis=0)
         ready &= ~self.good[segment, unit.start : unit.stop]
         for low, high in stretches(ready):
-            self.verify(unit, segment, low, high)
+            self._verify(unit, segment, low, high)
+        self._close_rows(unit)
 
-    def verify(self, unit: Unit, segment: int, low: int, high: int) -> None:
-        """Hash one segment of rows [low, high) in place; rows that disagree become suspects."""
+    def _verify(self, unit: Unit, segment: int, low: int, high: int) -> bool:
+        """Hash one segment of rows [low, high) in place; rows that disagree become suspects. True when all agreed."""
         start, stop = unit.start + low, unit.start + high
         found = self.target.segment_hashes(segment, start, stop)
         expected = self.expected[segment][start:stop]
         if found == expected:
             self.good[segment, start:stop] = True
-            if low == 0 and stop == unit.stop:
-                # All rows at once is the rule; rows are closed when the last segment is in.
-                unit.segments_good += 1
-                if unit.segments_good < len(self.good):
-                    return
-        else:
-            for row, (one, other) in enumerate(zip(found, expected, strict=True), low):
-                if one == other:
-                    self.good[segment, unit.start + row] = True
-                elif (unit, row) not in self.suspects:
-                    self.suspects.append((unit, row))
-        self._close_rows(unit)
+            return True
+        for row, (one, other) in enumerate(zip(found, expected, strict=True), low):
+            if one == other:
+                self.good[segment, unit.start + row] = True
+            elif (unit, row) not in self.suspects:
+                self.suspects.append((unit, row))
+        return False
 
     def _close_rows(self, unit: Unit) -> None:
         done = self.good[:, unit.start : unit.stop].all(axis=0) | self.dead[unit.start : unit.stop]
@@ -377,8 +424,7 @@ class UnitReads:
     def _rows_of(self, unit: Unit, shard: int, low: int, high: int) -> NDArray[np.uint8]:
         if shard < DATA_SHARDS:
             return self.target.shard_rows(shard, unit.start + low, unit.start + high)
-        buffer = np.frombuffer(self._parity[unit.start, shard], np.uint8)
-        return buffer.reshape(unit.stop - unit.start, self.target.shape.shard_bytes)[low:high]
+        return self._parity_rows(unit, shard)[low:high]
 
     def payload_rows(self, unit: Unit, shard: int, row: int) -> NDArray[np.uint8]:
         """The bytes of one shard of one block as they are in hand, (1, shard_bytes)."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from efs.clock import Clock, Deadline
 from efs.contract import Landing, Span
 from efs.errors import NodeUnavailable
@@ -25,6 +28,10 @@ class SlowReadNode(MemoryNode):
         self.reads = 0
         self.revoked = 0
         self._stuck: set[asyncio.Task[None]] = set()
+
+    def view_now(self, span: Span) -> NDArray[np.uint8] | None:
+        self._serve()
+        return None
 
     def read_now(self, span: Span, landing: Landing) -> bool:
         self._serve()
