@@ -74,7 +74,8 @@ class EngineConfig:
 
     pages: blocks of KV on the device. host_regions: loads at once. region_blocks: most blocks of one load.
     staging_bytes: of each of the two buffers on the device. chunk_tokens: of prefill, a multiple of the block.
-    page_align_bytes: what the stride of a page is rounded up to.
+    load, write_back: whether stored prefixes are used and new blocks stored. page_align_bytes: what the stride of a
+    page is rounded up to.
     """
 
     pages: int = 0
@@ -83,6 +84,7 @@ class EngineConfig:
     staging_bytes: int = STAGING_BYTES
     chunk_tokens: int = 0
     stream: bool = False
+    load: bool = True
     write_back: bool = True
     page_align_bytes: int = 1
     host_pool_wait_ms: float = HOST_POOL_WAIT_MS
@@ -267,6 +269,7 @@ class Engine:
         target = self._allocate(sequence)
         # A new prompt's last token is computed in any case: its logits are needed. A resumed sequence has them.
         usable = sequence.reached - 1 if sequence.logits is None else sequence.reached
+        usable = usable if self.config.load else 0
         chain = self.namespace.chain(sequence.tokens)[: usable // self.block_tokens]
         sequence.load = self._loader.load(
             chain, target, sequence.aborted, stream=self.config.stream, started=sequence.take_load
