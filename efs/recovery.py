@@ -11,8 +11,8 @@ The tables say what is there; the index is only compared with them. Depending on
   epoch goes up, so all records of before are untrusted until their payload was checked once.
 
 An index that is lost or damaged is made anew in each of these cases. Where two entries are of the same key and digest,
-the higher generation wins and the other slot is freed. Torn entries are free slots. An extent whose header page is
-damaged is free, and what was in it is lost; a slab whose extents all belong to another node is refused.
+the higher generation wins and the other slot is freed. Torn entries are zeroed: free slots. An extent whose header
+page is damaged is free, and what was in it is lost; a slab whose extents all belong to another node is refused.
 
 *Crash argument.* The boot record, not clean and with the new epoch, is durable before anything is changed. Whatever an
 interrupted opening leaves is what a died process leaves: tables that are right and an index that lacks entries.
@@ -63,12 +63,13 @@ class OpenOptions:
 
 @dataclass(slots=True)
 class _Scan:
-    """What the tables say. live: by extent, (slots,) bool. generations: by extent, (slots,), 0 where not live."""
+    """What the tables say. live: by extent, (slots,) bool. generations: by extent, (slots,), 0 where not live. torn:
+    locations of entries that are neither free nor valid, when entries were verified."""
 
     geometries: dict[int, Geometry] = field(default_factory=dict)
     live: dict[int, Live] = field(default_factory=dict)
     generations: dict[int, NDArray[np.uint64]] = field(default_factory=dict)
-    torn: int = 0
+    torn: list[int] = field(default_factory=list)
     highest_epoch: int = 0
 
     @property
@@ -100,7 +101,8 @@ def open_state(io: Io, path: str, config: NodeConfig, options: OpenOptions, coun
             if closed:
                 scan = _scan(slab, tables, verify=True)
             _align(slab, index, tables, scan, counters)
-        counters.add("node_torn_entries", scan.torn)
+        counters.add("node_torn_entries", len(scan.torn))
+        _free(slab, tables, scan, scan.torn)
         return _assemble(io, path, config, boot, slab, index, tables, scan, counters)
     except OSError as error:
         _close(slab, index)
@@ -165,7 +167,7 @@ def _scan_extent(slab: Slab, tables: Tables, scan: _Scan, extent: int, geometry:
     live: Live = generations != 0
     if verify:
         live = check_entries(entries, geometry.slot_class.slot_bytes)
-        scan.torn += int(np.count_nonzero(~live & ~free_entries(entries)))
+        scan.torn += (np.flatnonzero(~live & ~free_entries(entries)) + (extent << SLOT_BITS)).tolist()
         generations[~live] = 0
     epochs = entries["boot_epoch"][live]
     scan.highest_epoch = max(scan.highest_epoch, int(epochs.max(initial=0)))
