@@ -38,7 +38,7 @@ from efs.unitread import ReadContext, Tally, UnitReads, stretches
 
 OnSegment = Callable[[int, int], None]
 
-YIELD_SECONDS = 0.002
+YIELD_SECONDS = 0.004
 """The loop gets its turn after this much uninterrupted work."""
 
 
