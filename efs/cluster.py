@@ -78,7 +78,7 @@ class StoreConfig:
 
 
 def init_store(io: Io, root: str, capacity_bytes: int, *, node_paths: Sequence[str] | None, durability: str,
-               extent_bytes: int | None, source: random.Random | None = None,
+               extent_bytes: int | None, index_bytes: int | None = None, source: random.Random | None = None,
                device_of: Callable[[str], int] = lambda path: os.stat(path).st_dev) -> list[str]:
     """Make a store and return warnings. Everything is checked before anything is made.
 
@@ -87,7 +87,7 @@ def init_store(io: Io, root: str, capacity_bytes: int, *, node_paths: Sequence[s
     chosen = next((known for known in DURABILITIES if known == durability), None)
     if chosen is None:
         raise InvalidArgument(f"durability is {durability!r}, must be process or power")
-    plan = plan_node(capacity_bytes // STRIPE_SHARDS, extent_bytes)
+    plan = plan_node(capacity_bytes // STRIPE_SHARDS, extent_bytes, index_bytes)
     source = source or random.SystemRandom()
     paths, written = _places(root, node_paths)
     for path in [root, *paths]:

@@ -82,15 +82,17 @@ class FileSystem:
 
     @classmethod
     def init(cls, root: str, capacity_bytes: int, *, node_paths: Sequence[str] | None = None,
-             durability: str = "process", extent_bytes: int | None = None, io: Io | None = None,
-             clock: Clock | None = None) -> list[str]:
+             durability: str = "process", extent_bytes: int | None = None, index_bytes: int | None = None,
+             io: Io | None = None, clock: Clock | None = None) -> list[str]:
         """Make a store; returns warnings (such as: all nodes share one device).
+
+        index_bytes: of each node's capacity, what its index may take; blocks of a few KiB need more than the default.
 
         StoreExists for a place that is not empty, InvalidArgument for a capacity that is too small or a wrong setting,
         OpenFailed for a path that cannot be made; in the first two cases nothing was changed.
         """
         return init_store(io or SystemIo(), root, capacity_bytes, node_paths=node_paths, durability=durability,
-                          extent_bytes=extent_bytes)
+                          extent_bytes=extent_bytes, index_bytes=index_bytes)
 
     @classmethod
     async def open(cls, root: str, *, io: Io | None = None, clock: Clock | None = None,

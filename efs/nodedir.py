@@ -150,13 +150,18 @@ def plan_node(capacity_bytes: int, extent_bytes: int | None = None, index_bytes:
             size //= 2
     extents = _extents(capacity_bytes, size, index)
     if extents < MIN_EXTENTS_PER_NODE:
-        least = index + RESERVE_BYTES + MIN_EXTENTS_PER_NODE * (size + _stamp_bytes(size))
+        least = node_bytes(MIN_EXTENTS_PER_NODE, size, index)
         raise InvalidArgument(
             f"{capacity_bytes} bytes a node are too few: the smallest capacity is {least} bytes a node, "
             f"{least * STRIPE_SHARDS} bytes for all {STRIPE_SHARDS}"
         )
     extents = min(extents, MAX_EXTENTS)
     return NodePlan(capacity_bytes, size, extents, index, extents * _stamp_bytes(size))
+
+
+def node_bytes(extents: int, extent_bytes: int, index_bytes: int) -> int:
+    """The smallest capacity of a node that has so many extents."""
+    return index_bytes + RESERVE_BYTES + extents * (extent_bytes + _stamp_bytes(extent_bytes))
 
 
 def _extents(capacity_bytes: int, extent_bytes: int, index_bytes: int) -> int:

@@ -9,7 +9,8 @@ import pytest
 from efs.placement import ec_group_table, placement_group
 from kvstore.keys import Namespace
 from kvstore.layout import V41_FLASH
-from tests.support.traces import AGENT, SYNTHETIC, TraceFormat, read_trace
+from kvstore.traces import read_trace
+from tests.support.traces import AGENT, SYNTHETIC, TraceFile
 
 GROUPS = 100
 FAIR = 1 / GROUPS
@@ -19,7 +20,7 @@ HOT_HEAD_SHARE = 0.10
 class Spread:
     """Where the blocks of a trace live, and how often they are asked for."""
 
-    def __init__(self, trace: TraceFormat) -> None:
+    def __init__(self, trace: TraceFile) -> None:
         owners = ec_group_table([f"group-{number:03d}" for number in range(GROUPS)])
         namespace = Namespace("trace", "w", V41_FLASH)
         self.requests = 0
@@ -27,7 +28,7 @@ class Spread:
         self.asked: Counter[int] = Counter()
         self.by_first_block: Counter[int] = Counter()
         self.most_groups_of_a_request = 0
-        for request in read_trace(trace):
+        for request in read_trace(trace.path):
             self.requests += 1
             chain = namespace.chain(request.tokens())
             assert len(chain) == len(request.blocks)
