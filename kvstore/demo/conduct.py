@@ -109,7 +109,7 @@ class Conductor:
     remark: Remark
     clock: Clock
     salt: str | None
-    threads: int = field(default_factory=lambda: min(MAX_THREADS, os.cpu_count() or 1))
+    threads: int = field(default_factory=lambda: min(MAX_THREADS, len(os.sched_getaffinity(0))))
     processes: int = 0
     steps: list[Step] = field(default_factory=list)
 

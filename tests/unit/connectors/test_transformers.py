@@ -158,7 +158,9 @@ def test_smollm2_blocks_have_the_size_of_the_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(("length", "reused"), [(1, 0), (BLOCK, 0), (BLOCK + 1, 1), (3 * BLOCK, 2), (3 * BLOCK + 1, 3)])
-def test_one_token_is_left_to_compute(store: BlockingKVStore, model: LlamaForCausalLM, length: int, reused: int) -> None:
+def test_one_token_is_left_to_compute(
+    store: BlockingKVStore, model: LlamaForCausalLM, length: int, reused: int
+) -> None:
     ns, tokens, cache = space(model), some_tokens(4 * BLOCK), empty(model)
     compute(model, tokens, cache)
     assert save(store, ns, tokens, cache).acked == 4
@@ -270,7 +272,7 @@ def test_a_changed_byte_of_the_cache_changes_the_logits(store: BlockingKVStore, 
     assert not torch.equal(compute(model, tokens, resumed), expected)
 
 
-def test_a_promise_from_elsewhere_is_fetched_without_a_match(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
+def test_a_promise_from_elsewhere_is_not_matched_again(store: BlockingKVStore, model: LlamaForCausalLM) -> None:
     ns, tokens, cache = space(model), some_tokens(4 * BLOCK + 1), empty(model)
     compute(model, tokens[: 3 * BLOCK], cache)
     save(store, ns, tokens, cache)
