@@ -6,14 +6,11 @@ arguments, a request that was aborted, a device that does not answer, and a requ
 
 from __future__ import annotations
 
-from typing import ClassVar
+from efs.errors import EfsError
 
 
-class EngineError(Exception):
+class EngineError(EfsError):
     """Base of every error that this package raises on purpose; `str(error)` is one line for a person."""
-
-    exit_code: ClassVar[int] = 8
-    retryable: ClassVar[bool] = False
 
 
 class InvalidEngineArgument(EngineError, ValueError):

@@ -27,6 +27,8 @@ WRITE_BACK_QUEUE: Final = 64
 """Write-backs that may wait; one more is dropped and counted, since the store can do without it."""
 PAGE_POOL_BYTES: Final = 256 * MIB
 """Default of the page pool on the device."""
+SHORTEST_WAIT_MS: Final = 0.05
+"""Waits for a segment below this are not worth a span: looking at an open gate takes a tenth of it."""
 MAX_EVENT_SPANS: Final = 200_000
 """Spans that a timeline keeps; more are counted, not kept."""
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from gdr.device import Device, Event, Stream
 from gdr.errors import Aborted, InvalidEngineArgument
 from gdr.formats import KvFormat
+from gdr.limits import SHORTEST_WAIT_MS
 from gdr.pagedcache import PagedCache
 from gdr.prefix import PrefixLoad
 from gdr.timeline import Timeline
@@ -94,7 +95,7 @@ class LayerRunner:
         if running.load is not None:
             begun = self.timeline.now() if self.timeline is not None else 0.0
             running.load.wait_segment(self._format.segment_of(layer), running.stream)
-            if self.timeline is not None:
+            if self.timeline is not None and self.timeline.now() - begun >= SHORTEST_WAIT_MS:
                 self.timeline.host("wait", f"layer {layer}", begun, self.timeline.now())
         if self.timeline is not None:
             running.marks[layer] = running.stream.record(timed=True)

@@ -46,11 +46,18 @@ class Timeline:
         self._lock = threading.Lock()
         self._host: list[Span] = []
         self._on_device: list[tuple[str, str, Event, Event, dict[str, int]]] = []
-        self.left_out = 0
-        stream = device.compute_stream()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all spans; the origin is now."""
+        stream = self._device.compute_stream()
         stream.synchronize()
-        self._origin = stream.record(timed=True)
-        self._origin_s = self._clock.monotonic()
+        with self._lock:
+            self._host.clear()
+            self._on_device.clear()
+            self.left_out = 0
+            self._origin = stream.record(timed=True)
+            self._origin_s = self._clock.monotonic()
 
     def now(self) -> float:
         """Milliseconds since the origin."""
@@ -134,25 +141,39 @@ def save_trace(spans: Sequence[Span], path: Path) -> None:
     path.write_text(json.dumps(chrome_trace(spans)) + "\n", encoding="utf-8")
 
 
-def save_picture(spans: Sequence[Span], path: Path, title: str) -> None:
-    """Draw the lanes over time as a PNG. Needs matplotlib."""
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One part of a picture: spans from the origin on, to `stop_ms` or to the last one."""
+
+    title: str
+    spans: Sequence[Span]
+    stop_ms: float | None = None
+
+
+def save_picture(panels: Sequence[Panel], path: Path) -> None:
+    """Draw the panels under each other as a PNG, lanes over time. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lanes = _lanes(spans)
-    figure = Figure(figsize=(11, 1.2 + 0.5 * len(lanes)), layout="constrained")
+    heights = [1.0 + 0.42 * len(_lanes(panel.spans)) for panel in panels]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for row, lane in enumerate(lanes):
-        bars = [(span.start_ms, max(span.stop_ms - span.start_ms, 1e-3)) for span in spans if span.lane == lane]
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS.get(lane, "#bbbbbb"), edgecolor="white",
-                         linewidth=0.3)
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds since the request began")
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=130, format="png")
+    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    for axes, panel in zip(all_axes[:, 0], panels, strict=True):
+        lanes = _lanes(panel.spans)
+        for row, lane in enumerate(lanes):
+            bars = [(span.start_ms, span.stop_ms - span.start_ms) for span in panel.spans if span.lane == lane]
+            colour = _COLOURS.get(lane, "#bbbbbb")
+            # Neighbours differ in shade, and a line of the bar's own colour keeps the shortest visible.
+            shades = [(colour, 1.0 if number % 2 else 0.6) for number in range(len(bars))]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=shades, edgecolor=colour, linewidth=0.4)
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.invert_yaxis()
+        axes.set_xlim(0, panel.stop_ms)
+        axes.set_title(panel.title, loc="left", fontsize=10)
+        axes.grid(axis="x", alpha=0.3)
+    all_axes[-1, 0].set_xlabel("milliseconds since the request began")
+    figure.savefig(path, dpi=120, format="png")
 
 
 def _lanes(spans: Sequence[Span]) -> list[str]:

@@ -114,7 +114,7 @@ class WriteBack:
                 self._store_blocks(job)
             except Exception as error:  # The next job needs this thread; blocks that are not stored are recomputed.
                 self._counters.add("write_back_errors")
-                if isinstance(error, (EfsError, EngineError)):
+                if isinstance(error, EfsError):
                     _LOG.warning("blocks not written back: %s", error)
                 else:
                     _LOG.exception("blocks not written back")
