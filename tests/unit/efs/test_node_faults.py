@@ -473,7 +473,7 @@ async def main():
     buffer = bytearray(32 * SMALL.shard_bytes)
     new = make_records(8, NODE_INDEX, seed=2)
     await node.look_up(new.keys, box.soon())
-    soon = Deadline.after_ms(clock, 50)
+    soon = Deadline.after_ms(clock, 1_000)
     calls = [node.read(box.spans(table.location, SMALL, buffer), lambda _: None, soon), node.put(new.batch(), soon)]
     ended = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(error) for error in ended] == [NodeUnavailable] * 2, ended
