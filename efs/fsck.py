@@ -31,7 +31,7 @@ from efs.clock import Clock, SystemClock
 from efs.codec import Codec
 from efs.errors import InvalidArgument
 from efs.findings import Finding, Kind, Sums
-from efs.index import IndexEntry
+from efs.index import IndexDamaged, IndexEntry
 from efs.limits import DATA_SHARDS, HOLLOW_GRACE_MS, KEY_BYTES, MIB, PLACEMENT_GROUPS, STRIPE_SHARDS
 from efs.nodeview import NodeView
 from efs.placement import placement_group
@@ -98,11 +98,11 @@ class Fsck:
         self._clock = clock or SystemClock()
         self._pause = pause
         self._progress = progress
-        self._views = {view.node_index: view for view in store.views}
         self._warmth = Warmth({view.node_index: view.counters()["node_evicted"] for view in store.views})
-        self._stripes = StripeCheck(self._views, self._warmth, Codec() if self._options.deep else None)
+        self._stripes = StripeCheck(store.views, self._warmth, Codec() if self._options.deep else None)
         self._tables: dict[int, TableCheck] = {}
-        self._agreeing = dict.fromkeys(self._views, 0)
+        self._agreeing = {view.node_index: 0 for view in store.views}
+        self._problems_told = 0
         self._ends_at: float | None = None
 
     def run(self) -> Iterator[Finding]:
@@ -110,7 +110,6 @@ class Fsck:
         started = self._clock.monotonic()
         if self._options.max_duration_s is not None:
             self._ends_at = started + self._options.max_duration_s
-        self.sums.nodes = len(self._views)
         self.sums.beside_owner = self._store.owner() is not None
         for finding in self._findings():
             self.sums.found[finding.kind.value] += 1
@@ -119,14 +118,26 @@ class Fsck:
         self.sums.seconds = self._clock.monotonic() - started
 
     def _findings(self) -> Iterator[Finding]:
-        yield from self._store.problems
-        for position, view in enumerate(self._views.values()):
+        yield from self._new_problems()
+        views = tuple(self._store.views)
+        for position, view in enumerate(views):
             for finding in self._check_tables(view):
                 self._stripes.note(finding)
                 yield finding
-            self._progress(TABLE_SHARE * (position + 1) / len(self._views))
-        yield from self._check_stripes()
+            yield from self._new_problems()
+            self._progress(TABLE_SHARE * (position + 1) / len(views))
+        for finding in self._check_stripes():
+            yield from self._new_problems()
+            yield finding
+        yield from self._new_problems()
         yield from self._check_sums()
+        self.sums.nodes = len(self._store.views)
+
+    def _new_problems(self) -> Iterator[Finding]:
+        """Nodes that cannot be read, also those whose index turned out to be damaged on the way."""
+        while self._problems_told < len(self._store.problems):
+            self._problems_told += 1
+            yield self._store.problems[self._problems_told - 1]
 
     def _certain(self, suspected: Collection[Finding], look_again: LookAgain) -> list[Finding]:
         """Those of the suspicions that are still there when every running step of a writer must have ended."""
@@ -146,12 +157,15 @@ class Fsck:
     def _check_tables(self, view: NodeView) -> Iterator[Finding]:
         table = self._tables[view.node_index] = TableCheck(view, self._warmth, self.sums)
         suspected: list[Finding] = []
-        for extent in range(view.slab.extents):
-            suspected += table.suspect(extent)
-            if len(suspected) >= SUSPICIONS_KEPT:
-                yield from self._certain(suspected, table.look_again)
-                suspected = []
-        yield from self._certain(suspected, table.look_again)
+        try:
+            for extent in range(view.slab.extents):
+                suspected += table.suspect(extent)
+                if len(suspected) >= SUSPICIONS_KEPT:
+                    yield from self._certain(suspected, table.look_again)
+                    suspected = []
+            yield from self._certain(suspected, table.look_again)
+        except IndexDamaged as error:
+            self._store.lose(view, error)
 
     # -- second pass
 
@@ -171,8 +185,7 @@ class Fsck:
 
     def _look_at_keys(self, suspected: Collection[Finding]) -> list[Finding]:
         keys = sorted({finding.key for finding in suspected if finding.key is not None})
-        entries = {index: view.versions(keys) for index, view in self._views.items()}
-        return self._stripes.judge(entries, self._young_after(), again=True).findings
+        return self._stripes.judge(self._store.entries_of(keys), self._young_after(), again=True).findings
 
     def _young_after(self) -> int | None:
         return None if self._store.owner() is None else int(self._clock.wall() * 1000 - HOLLOW_GRACE_MS)
@@ -195,8 +208,8 @@ class Fsck:
     # -- sums
 
     def _check_sums(self) -> Iterator[Finding]:
-        for index, view in self._views.items():
-            found = self._sums_of(view, self._tables[index])
+        for view in self._store.views:
+            found = self._sums_of(view, self._tables[view.node_index])
             if found and not self.sums.beside_owner and self._store.owner() is None:
                 yield from found
 

@@ -254,6 +254,11 @@ class NodeView:
         return SpaceUse(allocated_bytes(self.slab.path), tree_bytes(self.path))
 
 
+def locations_of(entries: Sequence[IndexEntry]) -> NDArray[np.int64]:
+    """Locations of index entries; one that no slab can have, from a damaged index, becomes -1."""
+    return np.array([entry.location if entry.location < 1 << 63 else -1 for entry in entries], np.int64)
+
+
 def _stretches(locations: NDArray[np.int64]) -> list[NDArray[np.intp]]:
     """Rows in order of location, cut where more than READ_GAP slots or the border of an extent lie between."""
     order = np.argsort(locations, kind="stable")

@@ -16,9 +16,10 @@ from efs.cluster import StoreConfig, absent_because, check_node_id, read_store_c
 from efs.errors import CorruptRecord, EfsError, FormatUnsupported, IdentityMismatch, OpenFailed
 from efs.findings import Finding, Kind
 from efs.index import IndexDamaged, IndexEntry
+from efs.indexprobe import unreadable_indexes
 from efs.limits import DIGEST_BYTES, KEY_BYTES, STRIPE_SHARDS
 from efs.metrics import CounterFile
-from efs.nodedir import COUNTERS_FILE, LOCK_FILE, NodePlace, slab_path, written_pid
+from efs.nodedir import COUNTERS_FILE, LOCK_FILE, NodePlace, index_path, slab_path, written_pid
 from efs.nodeview import NodeView
 from efs.osio import Io, SystemIo
 
@@ -34,21 +35,28 @@ class StoreView:
     ) -> None:
         self.root = root
         self.config = config
-        self.views = tuple(views)
-        self.problems = tuple(problems)
+        self.views = list(views)
+        self.problems = list(problems)
+        self._lost: list[NodeView] = []
         self._io = io
 
     @classmethod
     @contextmanager
-    def open(cls, root: str, io: Io | None = None) -> Iterator[StoreView]:
-        """StoreNotFound, FormatUnsupported or CorruptRecord when the store's own files cannot be read."""
+    def open(cls, root: str, io: Io | None = None, *, probe: bool = False) -> Iterator[StoreView]:
+        """StoreNotFound, FormatUnsupported or CorruptRecord when the store's own files cannot be read.
+
+        probe: have every index read by another process first (`efs/indexprobe.py`).
+        """
         io = io or SystemIo()
         config = read_store_config(io, root)
         views: list[NodeView] = []
         problems: list[Finding] = []
+        unreadable = unreadable_indexes([index_path(path) for path in config.node_paths]) if probe else {}
         try:
             for index, path in enumerate(config.node_paths):
-                found = _view(io, path, NodePlace(config.cluster_id, 0, index), config.node_ids[index])
+                found = _view(
+                    io, path, NodePlace(config.cluster_id, 0, index), config.node_ids[index], unreadable.get(index)
+                )
                 if isinstance(found, NodeView):
                     views.append(found)
                 else:
@@ -69,9 +77,17 @@ class StoreView:
 
     def next_entries(self, after: bytes | None, limit: int = PAGE_ENTRIES) -> dict[int, list[IndexEntry]]:
         """The index entries of all nodes behind a key, merged up to one common key: for every key that shows, all its
-        versions on all nodes, at most `limit` entries of a node. Continue behind the last key; empty at the end."""
+        versions on all nodes, at most `limit` entries of a node. Continue behind the last key; empty at the end.
+
+        A node whose index turns out to be damaged is left out from here on (`lose`).
+        """
         start = None if after is None else after + b"\xff" * DIGEST_BYTES
-        pages = {view.node_index: view.page(start, limit) for view in self.views}
+        pages: dict[int, list[IndexEntry]] = {}
+        for view in tuple(self.views):
+            try:
+                pages[view.node_index] = view.page(start, limit)
+            except IndexDamaged as error:
+                self.lose(view, error)
         borders = [page[-1].index_key[:KEY_BYTES] for page in pages.values() if len(page) == limit]
         border = min(borders, default=None)
         found = {
@@ -79,6 +95,22 @@ class StoreView:
             for index, page in pages.items()
         }
         return found if any(found.values()) else {}
+
+    def entries_of(self, keys: Sequence[bytes]) -> dict[int, list[IndexEntry]]:
+        """All index entries of some keys, now. Damaged indexes as in `next_entries`."""
+        found: dict[int, list[IndexEntry]] = {}
+        for view in tuple(self.views):
+            try:
+                found[view.node_index] = view.versions(keys)
+            except IndexDamaged as error:
+                self.lose(view, error)
+        return found
+
+    def lose(self, view: NodeView, error: IndexDamaged) -> None:
+        """An index that could be opened cannot be read: the node is a problem, and no view any more."""
+        self.views.remove(view)
+        self._lost.append(view)
+        self.problems.append(Finding(Kind.INDEX_LOST, view.node_index, detail=str(error)))
 
     def counters(self) -> dict[str, int]:
         """The client's counters now; all zero when there is no file of them."""
@@ -97,13 +129,16 @@ def last_key(entries: Mapping[int, Sequence[IndexEntry]]) -> bytes:
     return max(page[-1].index_key[:KEY_BYTES] for page in entries.values() if page)
 
 
-def _view(io: Io, path: str, place: NodePlace, node_id: str) -> NodeView | Finding:
+def _view(io: Io, path: str, place: NodePlace, node_id: str, unreadable: str | None) -> NodeView | Finding:
+    """The node at its place, or what is wrong with it. unreadable: what is known already of its index."""
     index = place.node_index
     why = absent_because(path)
     if why is not None:
         return Finding(Kind.NODE_ABSENT, index, detail=why)
     try:
         check_node_id(io, path, node_id)
+        if unreadable is not None and os.path.lexists(slab_path(path)):
+            return Finding(Kind.INDEX_LOST, index, detail=unreadable)
         return NodeView.open(io, path, place)
     except (IdentityMismatch, FormatUnsupported) as error:
         return Finding(Kind.WRONG_IDENTITY, index, detail=str(error))

@@ -21,7 +21,7 @@ from efs.extent import SlotClass
 from efs.findings import OF_BLOCKS, Finding, Kind
 from efs.index import IndexEntry
 from efs.limits import DATA_SHARDS, KEY_BYTES, MIB, STRIPE_SHARDS
-from efs.nodeview import NodeView, Slot
+from efs.nodeview import NodeView, Slot, locations_of
 from efs.placement import placement_group, rotation_of, shard_of_node
 from efs.shard import Header
 from efs.verdict import Sight, Surroundings, Verdict, judge
@@ -49,14 +49,17 @@ class Judged:
 
 
 class StripeCheck:
-    """Judges batches of keys over the nodes that could be opened."""
+    """Judges batches of keys. `views`: the nodes that can be read; may become fewer from call to call."""
 
-    def __init__(self, views: Mapping[int, NodeView], warmth: Warmth, codec: Codec | None) -> None:
-        self._views = views
+    def __init__(self, views: Sequence[NodeView], warmth: Warmth, codec: Codec | None) -> None:
+        self._live = views
         self._warmth = warmth
         self._codec = codec
-        self._away = frozenset(range(STRIPE_SHARDS)) - views.keys()
         self._told: set[tuple[int, bytes, bytes]] = set()
+
+    @property
+    def _views(self) -> dict[int, NodeView]:
+        return {view.node_index: view for view in self._live}
 
     def note(self, finding: Finding) -> None:
         """A finding of the first pass: a node has data of a version that its index does not list."""
@@ -79,7 +82,8 @@ class StripeCheck:
             judged.agreeing[index] = sum(sight.agrees for sight in sights)
             for sight in sights:
                 stripes.setdefault(sight.key, []).append(sight)
-        around = Surroundings(self._away, self._was_told, self._last_used, self._warmth.may_be_evicted, young_after_ms)
+        away = frozenset(range(STRIPE_SHARDS)) - self._views.keys()
+        around = Surroundings(away, self._was_told, self._last_used, self._warmth.may_be_evicted, young_after_ms)
         for keys in _portions(stripes):
             if self._codec is not None:
                 self._check_payloads([sight for key in keys for sight in stripes[key]], self._codec, judged)
@@ -98,7 +102,7 @@ class StripeCheck:
 
     def _sights(self, view: NodeView, entries: Sequence[IndexEntry], again: bool) -> list[Sight]:
         try:
-            records = view.records(np.array([entry.location for entry in entries], np.int64), again)
+            records = view.records(locations_of(entries), again)
         except OSError as error:
             return [self._unread(view, entry, error) for entry in entries]
         rows = zip(

@@ -29,6 +29,7 @@ from kvstore.cli import (
     ls_cmd,
     match_cmd,
     put_cmd,
+    replay_cmd,
     status_cmd,
     tenant_cmd,
 )
@@ -49,6 +50,7 @@ REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
     config_cmd.register,
     doctor_cmd.register,
     bench_cmd.register,
+    replay_cmd.register,
     demo_cmd.register,
 )
 

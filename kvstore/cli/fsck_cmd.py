@@ -56,7 +56,7 @@ def fsck(
     terminal = terminal_of(context, as_json)
     options = Options(deep=deep, max_duration_s=max_duration, resume=resume)
     root = store_root(url_of(config_of(context, store)))
-    with StoreView.open(root) as view, terminal.progress("check", 1.0) as advance:
+    with StoreView.open(root, probe=True) as view, terminal.progress("check", 1.0) as advance:
         run = Fsck(view, options, progress=advance)
         damaged = _write_json(terminal, run) if terminal.as_json else _write_text(terminal, run)
     if damaged:

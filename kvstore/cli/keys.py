@@ -8,6 +8,8 @@ from efs.storeview import StoreView
 from kvstore.cli.failures import UsageMistake
 
 SHORTEST_PREFIX = 4
+PAGE = 64
+"""Index entries of a node that are looked at: sixteen keys at least."""
 _DIGITS = frozenset("0123456789abcdef")
 
 
@@ -26,18 +28,16 @@ def entries_under(view: StoreView, text: str) -> tuple[bytes, dict[int, list[Ind
     more."""
     prefix = parse_prefix(text)
     start = bytes.fromhex(prefix + "0" * (len(prefix) % 2))
-    found: set[bytes] = set()
-    for node in view.views:
-        before = _before(start)
-        for entry in node.page(before, 64):
-            if entry.index_key.hex().startswith(prefix):
-                found.add(entry.index_key[:KEY_BYTES])
+    pages = view.next_entries(_before(start), PAGE).values()
+    found = {
+        entry.index_key[:KEY_BYTES] for page in pages for entry in page if entry.index_key.hex().startswith(prefix)
+    }
     if not found:
         raise UsageMistake(f"no block with key {text} in {view.root}")
     if len(found) > 1:
         raise UsageMistake(f"{len(found)} keys begin with {text}, such as {min(found).hex()} and {max(found).hex()}")
     key = found.pop()
-    return key, {node.node_index: node.versions([key]) for node in view.views}
+    return key, view.entries_of([key])
 
 
 def _before(start: bytes) -> bytes | None:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-import numpy as np
 import typer
 
+from efs.index import IndexEntry
 from efs.limits import DEPTH_UNKNOWN, KEY_BYTES
-from efs.nodeview import Records, Slot
+from efs.nodeview import Records, Slot, locations_of
 from efs.storeview import StoreView, last_key
 from kvstore.cli.keys import parse_prefix
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
@@ -84,32 +84,28 @@ def _tenants(root: str) -> dict[bytes, str]:
 def _listing(view: StoreView, start: bytes | None, tenants: dict[bytes, str]) -> Iterator[Listed]:
     after = start
     while entries := view.next_entries(after):
-        places: dict[bytes, list[tuple[int, int]]] = {}
+        versions: dict[bytes, dict[int, IndexEntry]] = {}
         for index, page in entries.items():
             for entry in page:
-                places.setdefault(entry.index_key, []).append((index, entry.location))
-        records = _records(view, places)
-        for index_key in sorted(places):
-            yield _listed(index_key, len(places[index_key]), records.get(index_key), tenants)
+                versions.setdefault(entry.index_key, {})[index] = entry
+        records = _records(view, versions)
+        for index_key in sorted(versions):
+            yield _listed(index_key, len(versions[index_key]), records.get(index_key), tenants)
         after = last_key(entries)
 
 
-def _records(view: StoreView, places: dict[bytes, list[tuple[int, int]]]) -> dict[bytes, Records]:
+def _records(view: StoreView, versions: dict[bytes, dict[int, IndexEntry]]) -> dict[bytes, Records]:
     """The first sound record of each version. Nodes are asked in turn, each once, for what the ones before it
     lacked."""
     found: dict[bytes, Records] = {}
     for node in view.views:
         wanted = [
-            (index_key, location)
-            for index_key, held in places.items()
-            if index_key not in found
-            for index, location in held
-            if index == node.node_index
+            held[node.node_index] for key, held in versions.items() if key not in found and node.node_index in held
         ]
-        records = node.records(np.array([location for _, location in wanted], np.int64))
-        for (index_key, _), record in zip(wanted, records, strict=True):
-            if record["status"] == Slot.LIVE and record["key"].tobytes() + record["digest"].tobytes() == index_key:
-                found[index_key] = record
+        for entry, record in zip(wanted, node.records(locations_of(wanted)), strict=True):
+            whose = record["key"].tobytes() + record["digest"].tobytes()
+            if record["status"] == Slot.LIVE and whose == entry.index_key:
+                found[entry.index_key] = record
     return found
 
 

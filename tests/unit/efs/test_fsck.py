@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,20 +14,20 @@ import numpy as np
 import pytest
 
 from efs.checksum import xxh3_64
-from efs.clock import Clock
-from efs.errors import InvalidArgument, StoreNotFound
 from efs.extent import location_of
-from efs.findings import OF_BLOCKS, OF_NODES, OF_RECORDS, Finding, Kind, Sums
-from efs.fsck import RECHECK_MS, RECHECK_PAUSE_MS, Fsck, Options
-from efs.index import IndexEntry
+from efs.findings import OF_BLOCKS, OF_NODES, OF_RECORDS, Finding, Kind
+from efs.fsck import Fsck, Options
+from efs.index import Index, IndexDamaged, IndexEntry
+from efs.indexprobe import unreadable_indexes
 from efs.limits import MIB, PAGE_BYTES, STRIPE_SHARDS
 from efs.metrics import CounterFile
-from efs.nodedir import COUNTERS_FILE, NODE_FILE, OwnerLock, index_path, slab_path, stamps_path
+from efs.nodedir import COUNTERS_FILE, NODE_FILE, index_path, slab_path, stamps_path
+from efs.nodeview import NodeView
 from efs.osio import SystemIo
 from efs.shard import header_dtype
 from efs.stamps import StampFile, write_stamps
 from efs.storeview import StoreView
-from tests.support.clock import FakeClock
+from tests.support.fsckrun import check, check_deep, of_block, record
 from tests.support.laidstore import EXTENT_BYTES, LONG_AGO_MS, SHAPE, LaidBlock, LaidStore, flip, lay_store, make_blocks
 
 BLOCKS = make_blocks(seed=7, count=600)
@@ -35,36 +37,6 @@ BLOCKS = make_blocks(seed=7, count=600)
 @pytest.fixture
 def store(tmp_path: Path) -> LaidStore:
     return lay_store(str(tmp_path / "store"), BLOCKS)
-
-
-def check(
-    store: LaidStore,
-    options: Options | None = None,
-    *,
-    clock: Clock | None = None,
-    pause: Callable[[float], None] | None = None,
-) -> tuple[list[Finding], Sums]:
-    """All findings of one run and its sums. A pause that nobody expects fails the test."""
-
-    def never(seconds: float) -> None:
-        raise AssertionError("waited without an owner")
-
-    with StoreView.open(store.root) as view:
-        run = Fsck(view, options, clock=clock, pause=pause or never)
-        return list(run.run()), run.sums
-
-
-def check_deep(store: LaidStore) -> list[Finding]:
-    return check(store, Options(deep=True))[0]
-
-
-def record(kind: Kind, store: LaidStore, node: int, block: int, location: int | None = None) -> Finding:
-    laid = store.blocks[block]
-    return Finding(kind, node, laid.key, laid.digest, store.location(block) if location is None else location)
-
-
-def of_block(kind: Kind, store: LaidStore, block: int) -> Finding:
-    return Finding(kind, None, store.blocks[block].key, store.blocks[block].digest)
 
 
 # -- A clean store --------------------------------------------------------------------------------------------------
@@ -166,6 +138,94 @@ def test_an_index_that_is_garbage_is_one_finding(store: LaidStore) -> None:
 def test_an_index_that_was_cut_short_is_one_finding(store: LaidStore) -> None:
     os.truncate(Path(index_path(store.node_path(8)), "data.mdb"), 3 * PAGE_BYTES)
     assert check(store)[0] == [Finding(Kind.INDEX_LOST, 8)]
+
+
+def test_an_index_of_zeros_is_one_finding(store: LaidStore) -> None:
+    file = Path(index_path(store.node_path(8)), "data.mdb")
+    file.write_bytes(bytes(file.stat().st_size))
+    assert check(store)[0] == [Finding(Kind.INDEX_LOST, 8)]
+
+
+def test_bytes_behind_the_end_of_an_index_or_a_slab_are_nobodys_data(store: LaidStore) -> None:
+    for path in (os.path.join(index_path(store.node_path(8)), "data.mdb"), slab_path(store.node_path(8))):
+        with open(path, "ab") as file:
+            file.write(b"\x5a" * PAGE_BYTES)
+    assert check_deep(store) == []
+
+
+def test_an_index_that_would_end_its_reader_is_one_finding(store: LaidStore) -> None:
+    """The place of a node in one of the index's pages is moved behind the end of the file: LMDB follows it, and the
+    process gets SIGBUS. A child process meets that first."""
+    path = index_path(store.node_path(8))
+    file = Path(path, "data.mdb")
+    good = file.read_bytes()
+    for page in reversed(range(2, len(good) // PAGE_BYTES)):
+        at = page * PAGE_BYTES + 17
+        file.write_bytes(good[:at] + bytes([good[at] | 0x40]) + good[at + 1 :])
+        why = unreadable_indexes([index_path(store.node_path(0)), path, index_path(store.node_path(1))])
+        if "SIGBUS" in why.get(1, ""):
+            break
+    else:
+        pytest.fail("no page could be damaged so that reading it is deadly")
+    assert list(why) == [1]
+    with StoreView.open(store.root, probe=True) as view:
+        assert list(Fsck(view).run()) == [Finding(Kind.INDEX_LOST, 8)]
+
+
+def test_flipped_bits_of_an_index_are_found_and_blamed_on_its_node(store: LaidStore) -> None:
+    """Where it matters which bit it is, LMDB or a table notices; where nothing stands, nothing is said."""
+    source = random.Random(5)
+    path = index_path(store.node_path(4))
+    file = Path(path, "data.mdb")
+    good = file.read_bytes()
+    outcomes: Counter[bool] = Counter()
+    for _ in range(15):
+        at = source.randrange(len(good))
+        file.write_bytes(good[:at] + bytes([good[at] ^ 1 << source.randrange(8)]) + good[at + 1 :])
+        if unreadable_indexes([path]):
+            outcomes[True] += 1
+            continue
+        found = check_deep(store)
+        outcomes[bool(found)] += 1
+        assert all(finding.node in (4, None) for finding in found), at
+        assert all(finding.kind is not Kind.UNREADABLE_BLOCK for finding in found), at
+    assert outcomes[True] > 3
+    file.write_bytes(good)
+    assert check_deep(store) == []
+
+
+def test_an_index_that_breaks_while_it_is_read_costs_its_node_only(
+    store: LaidStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Counter[int]()
+
+    def page(view: NodeView, after: bytes | None, limit: int) -> list[IndexEntry]:
+        calls[view.node_index] += 1
+        if view.node_index == 3:
+            raise IndexDamaged("a page is of the wrong type")
+        return view.index.page(after, limit)
+
+    monkeypatch.setattr(NodeView, "page", page)
+    found, sums = check(store)
+    assert found == [Finding(Kind.INDEX_LOST, 3)]
+    assert (sums.nodes, sums.readable, sums.at_risk) == (11, 600, 600)
+    assert calls[3] == 1
+
+
+def test_an_index_that_breaks_under_the_tables_costs_its_node_only(
+    store: LaidStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = Index.get
+
+    def broken(index: Index, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        if "/03/" in str(index._path):
+            raise IndexDamaged("a page is of the wrong type")
+        return get(index, keys)
+
+    monkeypatch.setattr(Index, "get", broken)
+    found, sums = check(store)
+    assert found == [Finding(Kind.INDEX_LOST, 3)]
+    assert (sums.nodes, sums.readable) == (11, 600)
 
 
 def test_a_lost_slab_is_one_finding(store: LaidStore) -> None:
@@ -444,98 +504,3 @@ def write_stamps_of(store: LaidStore, node: int, stamps: dict[int, int]) -> None
     for block, minute in stamps.items():
         row[block] = minute
     assert write_stamps(SystemIo(), stamps_path(store.node_path(node)), [StampFile(0, store.geometry, row)]) == []
-
-
-# -- Beside an owner ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def owned(store: LaidStore) -> Iterator[LaidStore]:
-    lock = OwnerLock.take(SystemIo(), store.root)
-    yield store
-    lock.release()
-
-
-def test_beside_an_owner_a_suspicion_that_goes_away_is_not_reported(owned: LaidStore) -> None:
-    """The slot is between its table entry and its index entry when it is first looked at."""
-    pauses: list[float] = []
-    owned.clear_entry(4, 10)
-
-    def finish_the_put(seconds: float) -> None:
-        pauses.append(seconds)
-        owned.write_entry(4, owned.location(10), BLOCKS[10].headers[4], owned.generation(10))
-
-    found, sums = check(owned, pause=finish_the_put)
-    assert found == []
-    assert sums.beside_owner
-    assert pauses == [RECHECK_PAUSE_MS / 1000]
-
-
-def test_beside_an_owner_damage_that_stays_is_reported_after_the_last_look(owned: LaidStore) -> None:
-    pauses: list[float] = []
-    owned.clear_entry(4, 10)
-    found, _ = check(owned, pause=pauses.append)
-    assert found == [record(Kind.INDEX_WITHOUT_DATA, owned, 4, 10)]
-    assert len(pauses) == RECHECK_MS // RECHECK_PAUSE_MS
-
-
-def test_beside_an_owner_a_stripe_that_is_still_being_written_is_not_judged(owned: LaidStore) -> None:
-    for node in range(5):
-        owned.drop(node, 10)
-    clock = FakeClock(wall=LONG_AGO_MS / 1000 + 60)
-    found, sums = check(owned, clock=clock, pause=lambda seconds: None)
-    assert found == []
-    assert sums.young == 600
-    clock = FakeClock(wall=LONG_AGO_MS / 1000 + 600)
-    assert check(owned, clock=clock, pause=lambda seconds: None)[0] == [of_block(Kind.HOLLOW_STRIPE, owned, 10)]
-
-
-def test_beside_an_owner_sums_are_not_compared(owned: LaidStore) -> None:
-    Path(owned.node_path(2), "ballast").write_bytes(bytes(7 * MIB))
-    assert check(owned)[0] == []
-
-
-# -- Stopping and going on ------------------------------------------------------------------------------------------
-
-
-class TickingClock(FakeClock):
-    """Each reading takes a second."""
-
-    def monotonic(self) -> float:
-        self.advance(1.0)
-        return super().monotonic()
-
-
-def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
-    store = lay_store(str(tmp_path / "store"), make_blocks(seed=3, count=2_500))
-    for block in range(0, 2_500, 100):
-        store.drop(4, block)
-    whole, sums = check(store)
-    assert len(whole) == 25
-    assert sums.complete
-    parts: list[Finding] = []
-    resume, rounds = None, 0
-    while rounds == 0 or resume is not None:
-        found, sums = check(store, Options(max_duration_s=0.5, resume=resume), clock=TickingClock())
-        parts += found
-        assert not sums.complete
-        resume, rounds = sums.resume, rounds + 1
-    assert rounds == 4
-    assert parts == whole
-
-
-@pytest.mark.parametrize("resume", ["", "xyz", "00", "g" * 64])
-def test_a_wrong_resume_point_is_refused_with_its_text(resume: str) -> None:
-    with pytest.raises(InvalidArgument, match=repr(resume)):
-        Options(resume=resume)
-
-
-@pytest.mark.parametrize("duration", [0.0, -1.0, float("nan")])
-def test_a_wrong_duration_is_refused(duration: float) -> None:
-    with pytest.raises(InvalidArgument, match="max duration"):
-        Options(max_duration_s=duration)
-
-
-def test_a_directory_that_is_no_store_cannot_be_checked(tmp_path: Path) -> None:
-    with pytest.raises(StoreNotFound, match=str(tmp_path)), StoreView.open(str(tmp_path)):
-        pass
