@@ -100,30 +100,35 @@ class HotMap:
         else:
             self._young_absent.update(keys)
 
-    def set_single(self, keys: Sequence[bytes], locations: Sequence[int]) -> None:
-        """`set` of many keys that are known to have been absent or unknown, one location each."""
-        if len(self._young) + len(keys) > self._generation_keys:
-            for key, location in zip(keys, locations, strict=True):
-                self.set(key, (location,))
-            return
-        self._young.update(zip(keys, locations, strict=True))
-        if self._young_absent or self._old_absent:
-            self._young_absent.difference_update(keys)
-            self._old_absent.difference_update(keys)
-
     def add(self, key: bytes, location: int) -> None:
         """A known key got one more record. An unknown key stays unknown."""
         before = self.locations(key)
         if before is not None:
             self.set(key, (*before, location))
 
-    def add_each(self, keys: Sequence[bytes], locations: Sequence[int]) -> None:
-        """`add` of many keys that differ from one another."""
-        if self._all_absent(keys):
-            self.set_single(keys, locations)
+    def add_all(self, keys: Sequence[bytes], locations: Sequence[int]) -> None:
+        """`add` of many records. Fast where all keys are different and known to be absent, as those of a new prompt."""
+        fresh = set(keys)
+        known = fresh <= self._young_absent or all(map(self._known_absent, fresh))
+        absent = len(fresh) == len(keys) and known
+        if not absent or len(self._young) + len(keys) > self._generation_keys:
+            for key, location in zip(keys, locations, strict=True):
+                self.add(key, location)
             return
+        self._young_absent -= fresh
+        self._old_absent -= fresh
+        self._young.update(zip(keys, locations, strict=True))
+
+    def forget_all(self, keys: Sequence[bytes], locations: Sequence[int]) -> None:
+        """These records are gone. Keys that had only one become unknown, not absent: nobody asks for them again
+        soon."""
         for key, location in zip(keys, locations, strict=True):
-            self.add(key, location)
+            if self._young.get(key) == location:
+                del self._young[key]
+            elif self._old.get(key) == location:
+                del self._old[key]
+            else:
+                self.remove(key, location)
 
     def remove(self, key: bytes, location: int) -> None:
         """A record is gone. An unknown key stays unknown."""

@@ -34,7 +34,7 @@ from efs.nodedir import GENERATION_BITS, BootRecord, NodeConfig
 from efs.slab import Slab
 from efs.stamps import Stamps
 from efs.tables import Table, Tables, stretches_of
-from efs.writejob import Slots
+from efs.writejob import Records, Slots
 
 Locations = NDArray[np.int64]
 
@@ -140,27 +140,32 @@ class NodeState:
         names = np.concatenate((rows["key"], rows["digest"]), axis=1).astype("<u8")
         index_keys = [name.tobytes() for name in names]
         places = locations.tolist()
-        for index_key, place in zip(index_keys, places, strict=True):
-            self.hot.remove(index_key[:KEY_BYTES], place)
-        self.note_changes(name[:KEY_BYTES] for name in index_keys)
+        keys = [name[:KEY_BYTES] for name in index_keys]
+        self.hot.forget_all(keys, places)
+        self.note_changes(keys)
         self.unverified -= int(np.count_nonzero(looks["boot_epoch"] < self.boot.unverified_below))
         table.clear(slots)
         return [IndexEntry(*fields) for fields in zip(index_keys, places, looks["generation"].tolist(), strict=True)]
 
-    def keep(self, location: int, raw: NDArray[np.uint8], index_keys: Sequence[bytes], stamp: int) -> None:
-        """Records are stored in neighbouring reserved slots: (n, entry bytes) valid entries of this boot's epoch."""
-        count = len(raw)
-        table = self.table(location >> SLOT_BITS)
-        first = location & SLOT_MASK
-        table.fill(first, raw)
-        locations = np.arange(location, location + count)
+    def keep(self, parts: Sequence[Records], entries: Sequence[NDArray[np.uint8]], stamp: int) -> None:
+        """Records are stored in reserved slots: each part's valid entries, (n, entry bytes), of this boot's epoch."""
+        if not parts:
+            return
+        depths, keys = [], []
+        for part, raw in zip(parts, entries, strict=True):
+            table = self.table(part.location >> SLOT_BITS)
+            first = part.location & SLOT_MASK
+            table.fill(first, raw)
+            rows = table.entries[first : first + part.count]
+            depths.append(rows["depth"])
+            keys.append(rows["key"])
+        locations = np.concatenate([part.locations() for part in parts])
         self.allocator.mark_live(locations)
         self.stamps.set(locations, stamp)
-        rows = table.entries[first : first + count]
-        self.eviction.note(locations, rows["depth"], rows["key"])
-        keys = [index_key[:KEY_BYTES] for index_key in index_keys]
-        self.hot.add_each(keys, locations.tolist())
-        self.note_changes(keys)
+        self.eviction.note(locations, np.concatenate(depths), np.concatenate(keys))
+        names = [name[:KEY_BYTES] for part in parts for name in part.index_keys]
+        self.hot.add_all(names, locations.tolist())
+        self.note_changes(names)
 
     def watch(self) -> Resolution:
         """Begin to record which keys change; ends with `unwatch`."""

@@ -224,8 +224,7 @@ class NodeWriter:
 
     def _stored(self, job: WriteJob, stamp: int, names: Sequence[bytes], done: asyncio.Future[None],
                 entries: Sequence[NDArray[np.uint8]]) -> int:
-        for part, raw in zip(job.records, entries, strict=True):
-            self._state.keep(part.location, raw, part.index_keys, stamp)
+        self._state.keep(job.records, entries, stamp)
         self._end(names, done)
         count = sum(part.count for part in job.records)
         self._state.counters.add("node_put_records", count)

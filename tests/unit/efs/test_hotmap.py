@@ -55,6 +55,26 @@ def test_records_come_and_go_under_a_known_key() -> None:
     assert hot.locations(KEYS[0]) == ()
 
 
+def test_many_records_come_at_once_under_known_and_unknown_keys() -> None:
+    hot = HotMap()
+    for key in KEYS[:4]:
+        hot.set(key, ())
+    hot.add_all(KEYS[:4], [10, 11, 12, 13])
+    assert [hot.locations(key) for key in KEYS[:4]] == [(10,), (11,), (12,), (13,)]
+    hot.set(KEYS[4], ())
+    hot.add_all([KEYS[4], KEYS[0], KEYS[5], KEYS[4]], [20, 21, 22, 23])
+    assert [hot.locations(KEYS[row]) for row in (4, 0, 5)] == [(20, 23), (10, 21), None]
+
+
+def test_forgotten_records_leave_no_location_behind() -> None:
+    hot = HotMap(most_keys=8)
+    for place, key in enumerate(KEYS[:6]):
+        hot.set(key, (place,))
+    hot.set(KEYS[6], (6, 60))
+    hot.forget_all(KEYS[:7], [0, 1, 2, 3, 4, 99, 6])
+    assert [hot.locations(key) for key in KEYS[2:7]] == [None, None, None, (5,), (60,)]
+
+
 def test_changes_of_an_unknown_key_leave_it_unknown() -> None:
     hot = HotMap()
     hot.add(KEYS[0], 5)

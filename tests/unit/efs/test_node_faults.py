@@ -397,7 +397,7 @@ async def test_a_hung_write_returns_by_its_deadline_and_its_record_is_stored_lat
     await box.store(node, old)
     gate = box.io.hang("pwrite", path="slab", skip=skip)
     with pytest.raises(NodeUnavailable, match="no answer by the deadline"):
-        await node.put(new.batch(), Deadline.after_ms(box.clock, 50))
+        await node.put(new.batch(), Deadline.after_ms(box.clock, 500))
     await entered(gate)
     assert (await node.look_up(new.keys, box.soon())).location.max() < 0
     hang_for_long(box)
@@ -440,7 +440,7 @@ async def test_closing_does_not_wait_for_a_hung_operation(box: NodeBox, name: st
     if name == "preadv":
         call = node.read(box.spans(table.location, SMALL, buffer), lambda _: None, Deadline.after_ms(box.clock, 20))
     else:
-        call = node.put(make_records(8, NODE_INDEX, seed=2).batch(), Deadline.after_ms(box.clock, 20))  # type: ignore[assignment]
+        call = node.put(make_records(8, NODE_INDEX, seed=2).batch(), Deadline.after_ms(box.clock, 500))  # type: ignore[assignment]
     with pytest.raises(NodeUnavailable):
         await call
     await entered(gate)
