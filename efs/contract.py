@@ -145,9 +145,10 @@ class Node(Protocol):
         """`headers` from memory, else None."""
         ...
 
-    def view_now(self, span: Span) -> NDArray[np.uint8] | None:
-        """(count, slot_bytes) read-only view of the slots of a span where they are in this process's memory and no byte
-        of them needs waiting, else None. Good until the next await; what it shows is not verified here."""
+    def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
+        """For each span a (count, slot_bytes) read-only view of its slots where they are in this process's memory and
+        no byte of them needs waiting now, else None; None in all where the node never shows its memory. What is shown
+        may change with any later use of the slot, as what is read may: the reader verifies what it copied."""
         ...
 
     def read_now(self, span: Span, landing: Landing) -> bool:

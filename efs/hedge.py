@@ -120,13 +120,14 @@ class Unit:
 
     state: (12, rows) uint8 by shard index, values of `Shard`. computed: (12, rows) bool, in hand by rebuilding.
     open: (rows,) bool, blocks still being worked on. contiguous: by node the location of the first block where all of
-    them lie in neighbouring slots, else -1. whole: shards that came at once for every row. segments_good: segments
-    verified for all rows at once. rebuilds: how often a rebuilt block disagreed with its header.
+    them lie in neighbouring slots, else -1. shown: by node a view of those slots, where it has them in memory.
+    whole: shards that came at once for every row. segments_good: segments verified for all rows at once. rebuilds: how
+    often a rebuilt block disagreed with its header.
     """
 
     __slots__ = (
-        "computed", "contiguous", "late_from", "open", "rebuilds", "retried", "rotation", "segments_good", "spare",
-        "start", "state", "stop", "whole",
+        "computed", "contiguous", "late_from", "open", "rebuilds", "retried", "rotation", "segments_good", "shown",
+        "spare", "start", "state", "stop", "whole",
     )
 
     def __init__(self, start: int, stop: int, rotation: int, spare: int) -> None:
@@ -142,6 +143,7 @@ class Unit:
         self.whole: set[int] = set()
         self.contiguous = [-1] * STRIPE_SHARDS
         self.segments_good = 0
+        self.shown: list[NDArray[np.uint8] | None] = []
         self.late_from: float | None = None
 
     def node_of(self, shard: int) -> int:

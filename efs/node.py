@@ -237,9 +237,9 @@ class DirectoryNode:
 
     # -- payload
 
-    def view_now(self, span: Span) -> NDArray[np.uint8] | None:
+    def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
         """See the contract."""
-        return self._reads.view_now(span)
+        return self._reads.views_now(spans)
 
     def read_now(self, span: Span, landing: Landing) -> bool:
         """See the contract."""

@@ -50,14 +50,17 @@ class NodeReads:
         self._residency = Residency(state.slab.view) if mapped and state.slab.view is not None else None
         self._between = memoryview(bytearray())
 
-    def view_now(self, span: Span) -> NDArray[np.uint8] | None:
+    def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
         """See the contract."""
         if self._residency is None or self._guard.closed:
             return None
+        return [self._view(self._residency, span) for span in spans]
+
+    def _view(self, residency: Residency, span: Span) -> NDArray[np.uint8] | None:
         geometry = self._state.geometry_of(span.location, span.slot_bytes, span.count)
         if geometry is None:
             return None
-        if not self._residency.resident(geometry.slot_position(span.location), span.count * span.slot_bytes):
+        if not residency.resident(geometry.slot_position(span.location), span.count * span.slot_bytes):
             return None
         return self._state.slab.mapped_slots(geometry, span.location, span.count)
 
@@ -66,7 +69,7 @@ class NodeReads:
         if landing.revoked or self._guard.closed:
             return False
         if self._residency is not None:
-            view = self.view_now(span)
+            view = self._view(self._residency, span)
             if view is not None:
                 land(view, landing)
             return view is not None

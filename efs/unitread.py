@@ -104,7 +104,7 @@ class UnitReads:
         self._shard_bytes, self._slot_bytes = target.shape.shard_bytes, target.shape.slot_bytes
         self._linked = np.diff(pins.location, axis=1) == 1
         self._parity: dict[tuple[int, int], bytearray] = {}
-        self._shown: list[tuple[int, int, NDArray[np.uint8]]] = []
+        self._shown: list[tuple[int, NDArray[np.uint8]]] = []
         self._queue: dict[int, list[Request]] = {}
         self._flying: list[Request] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -124,7 +124,21 @@ class UnitReads:
         firsts = np.where(whole, self.pins.location[:, starts], ABSENT)
         for unit, contiguous in zip(units, firsts.T.tolist(), strict=True):
             unit.contiguous = contiguous
+            unit.shown = [None] * STRIPE_SHARDS
+        for node_index, node in enumerate(self.context.nodes):
+            if node is not None:
+                self._look_at(node_index, node, [unit for unit in units if unit.contiguous[node_index] != ABSENT])
         return units
+
+    def _look_at(self, node_index: int, node: Node, units: Sequence[Unit]) -> None:
+        """Ask a node to show what it has in memory of the units whose slots are neighbours there."""
+        try:
+            views = node.views_now([Span(unit.contiguous[node_index], unit.stop - unit.start, self._shard_bytes,
+                                         self._slot_bytes) for unit in units])
+        except EfsError:
+            return
+        for unit, view in zip(units, views or (), strict=False):
+            unit.shown[node_index] = view
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
@@ -141,6 +155,11 @@ class UnitReads:
         if node is None:
             return self._absent(unit, shard, np.ones(unit.stop - unit.start, np.bool_) if rows is None else rows)
         if rows is None and (first := unit.contiguous[node_index]) != ABSENT:
+            view = unit.shown[node_index]
+            if view is not None:
+                self._shown.append((shard, view))
+                unit.state[shard] = Shard.HAVE
+                return True
             return self._request(unit, shard, 0, unit.stop - unit.start, node, first)
         location = self.pins.location[node_index]
         held = location[unit.start : unit.stop] != ABSENT
@@ -178,11 +197,6 @@ class UnitReads:
     def _request(self, unit: Unit, shard: int, low: int, high: int, node: Node, location: int) -> bool:
         span = Span(location, high - low, self._shard_bytes, self._slot_bytes)
         try:
-            view = node.view_now(span)
-            if view is not None:
-                self._shown.append((shard, low, view))
-                unit.state[shard, low:high] = Shard.HAVE
-                return True
             landing = self._landing(unit, shard, low)
             if node.read_now(span, landing):
                 unit.state[shard, low:high] = Shard.HAVE
@@ -214,15 +228,12 @@ class UnitReads:
         return buffer.reshape(unit.stop - unit.start, self._shard_bytes)
 
     def _store_shown(self, unit: Unit, first: int, last: int) -> None:
-        """Copy what lies in rows [first, last) of everything that nodes show."""
-        for shard, low, view in self._shown:
-            start, stop = max(first, low), min(last, low + len(view))
-            if start < stop:
-                slots = view[start - low : stop - low]
-                if shard < DATA_SHARDS:
-                    self.target.store_slots(shard, unit.start + start, slots)
-                else:
-                    self._parity_rows(unit, shard)[start:stop] = slots[:, : self._shard_bytes]
+        """Copy rows [first, last) of everything that nodes show."""
+        for shard, view in self._shown:
+            if shard < DATA_SHARDS:
+                self.target.store_slots(shard, unit.start + first, view[first:last])
+            else:
+                self._parity_rows(unit, shard)[first:last] = view[first:last, : self._shard_bytes]
         if last == unit.stop - unit.start:
             self._shown.clear()
 

@@ -103,8 +103,8 @@ class GatedNode:
                       deadline: Deadline) -> NDArray[np.uint8]:
         return await self.inner.headers(locations, generations, segments, deadline)
 
-    def view_now(self, span: Span) -> NDArray[np.uint8] | None:
-        return self.inner.view_now(span)
+    def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
+        return self.inner.views_now(spans)
 
     def read_now(self, span: Span, landing: Landing) -> bool:
         return self.inner.read_now(span, landing)

@@ -124,11 +124,12 @@ class MemoryNode:
 
     # -- bytes
 
-    def view_now(self, span: Span) -> NDArray[np.uint8] | None:
-        """Even spans are shown and odd ones are not, so that callers meet both."""
+    def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
+        """Spans of an even count are shown and others are not, so that callers meet both."""
         self._serve()
-        if not self.warm or span.count % 2:
-            return None
+        return [None if span.count % 2 else self._view(span) for span in spans] if self.warm else None
+
+    def _view(self, span: Span) -> NDArray[np.uint8]:
         rows = np.zeros((span.count, span.slot_bytes), np.uint8)
         self._land(span, Landing(rows.reshape(-1).data, (Stride(0, span.slot_bytes, 0, span.slot_bytes),)))
         return rows

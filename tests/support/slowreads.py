@@ -29,7 +29,7 @@ class SlowReadNode(MemoryNode):
         self.revoked = 0
         self._stuck: set[asyncio.Task[None]] = set()
 
-    def view_now(self, span: Span) -> NDArray[np.uint8] | None:
+    def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
         self._serve()
         return None
 

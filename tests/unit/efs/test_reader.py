@@ -381,7 +381,7 @@ class ReusingNode(MemoryNode):
     again: bool = False
     reused = 0
 
-    def view_now(self, span: object) -> None:  # type: ignore[override]
+    def views_now(self, spans: object) -> None:  # type: ignore[override]
         return None
 
     def read_now(self, span: object, landing: object) -> bool:  # type: ignore[override]
