@@ -41,6 +41,7 @@ COMMANDS = (
     "config",
     "doctor",
     "bench",
+    "replay",
     "demo",
     "tenant add",
     "tenant list",
