@@ -257,11 +257,16 @@ async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,
                 raise
             problems[index] = str(error)
 
-    results = await asyncio.gather(*(one(index, path) for index, path in enumerate(config.node_paths)),
-                                   return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    tasks = [asyncio.create_task(one(index, path)) for index, path in enumerate(config.node_paths)]
+    try:
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
+        # A thread that is opening a node cannot be stopped; what it takes must be known, to be given back.
+        await asyncio.wait(tasks)
+        raise
+    for error in [task.exception() for task in tasks]:
+        if error is not None:
+            raise error
     for index, why in sorted(problems.items()):
         _LOG.warning("the store is opened without node %d: %s", index, why)
     return problems

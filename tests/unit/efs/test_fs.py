@@ -164,6 +164,26 @@ async def test_opening_and_closing_leaves_no_descriptor_and_no_lock(root: str) -
     assert descriptors() == before
 
 
+async def test_an_opening_that_is_cancelled_gives_everything_back(root: str) -> None:
+    async with opened(root):
+        pass
+    before = descriptors()
+    cancelled = 0
+    for turns in (0, 1, 2, 3, 5, 8, 30):
+        opening = asyncio.create_task(FileSystem.open(root))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        try:
+            await (await opening).close()
+        except asyncio.CancelledError:
+            cancelled += 1
+        assert descriptors() == before
+    assert cancelled > 3
+    async with opened(root) as filesystem:
+        assert not filesystem.problems
+
+
 # -- nodes that are not what they should be -----------------------------------------------------------------------
 
 
