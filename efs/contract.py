@@ -24,6 +24,8 @@ from efs.clock import Deadline
 from efs.types import DropItem, ListPage, NodeInfo
 
 ABSENT = -1
+TOO_COLD = "too cold: what is held is hotter"
+"""`PutOutcome.why` of records that a node did not take because it would have to give up hotter ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class PutBatch:
 
     headers: n complete header bytes, all of one size. payload: (n, slot_bytes) uint8, C-contiguous, zero-padded.
     Order is the order of placement: neighbours are put into neighbouring slots where space allows.
+    repair: the records were rebuilt and `stamp` is that of what they were rebuilt from. A node that has evicted such
+    records, or would have to evict hotter ones for them, does not store them: TOO_COLD.
     """
 
     keys: Sequence[bytes]
@@ -105,6 +109,7 @@ class PutBatch:
     payload: NDArray[np.uint8]
     shard_bytes: int
     stamp: int
+    repair: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,8 @@ fsck. Sweeping needs memory for one page of each listing. It yields to calls (`e
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -52,20 +51,19 @@ from efs.health import Health
 from efs.limits import (
     ACK_SHARDS,
     DATA_SHARDS,
-    DIGEST_BYTES,
     HOLLOW_GRACE_MS,
     KEY_BYTES,
-    MAX_READ_ATTEMPTS,
     STRIPE_SHARDS,
     SWEEP_CALL_MS,
     SWEEP_KEYS_AT_ONCE,
     SWEEP_PAGE_RECORDS,
 )
+from efs.listing import Merge, Stretch, fill
 from efs.metrics import CounterFile
 from efs.pace import Pace
 from efs.placement import placement_group, rotation_of
 from efs.survey import Survey, Version
-from efs.types import DropItem, ListedRecord, ListPage
+from efs.types import DropItem
 
 HOLLOW = "hollow"
 LOSING = "losing"
@@ -88,105 +86,6 @@ def condemned(versions: Mapping[bytes, Version], unknown: int) -> dict[bytes, st
     if winner is not None:
         doomed.update({digest: LOSING for digest in versions if digest != winner and digest not in doomed})
     return doomed
-
-
-# -- The listings as one: pure ---------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One node's listing: records that were not taken yet, and behind which key nothing is known (None: at the end)."""
-
-    waiting: deque[ListedRecord] = field(default_factory=deque)
-    after: bytes | None = None
-    begun: bool = False
-
-    @property
-    def ended(self) -> bool:
-        return self.begun and self.after is None
-
-    @property
-    def bound(self) -> bytes:
-        """Keys below this one are complete; of this one more may follow. Not when ended."""
-        return b"" if self.after is None else self.after[:KEY_BYTES]
-
-    @property
-    def stuck(self) -> bool:
-        """Whether nothing complete is waiting and more can be had."""
-        return not self.ended and (not self.waiting or self.waiting[0].key >= self.bound)
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """All records of the listed nodes in a range of keys, ascending on each node."""
-
-    records: Mapping[int, Sequence[ListedRecord]]
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.records.values()))
-
-    def suspected(self, unknown: int) -> list[bytes]:
-        """Keys of which a version may be hollow or losing, ascending, when so many nodes are not listed."""
-        shards: Counter[bytes] = Counter()
-        for listed in self.records.values():
-            shards.update([record.key + record.digest for record in listed])
-        versions = Counter(name[:KEY_BYTES] for name in shards)
-        weak = {name[:KEY_BYTES] for name, count in shards.items() if count + unknown < DATA_SHARDS}
-        return sorted(weak.union(key for key, count in versions.items() if count > 1))
-
-    def tagged(self, tags: Collection[bytes]) -> dict[int, list[DropItem]]:
-        """Records of these tenants by node."""
-        found = {index: [DropItem(record.key, record.digest, record.generation) for record in listed
-                         if record.tenant_tag in tags] for index, listed in self.records.items()}
-        return {index: items for index, items in found.items() if items}
-
-
-class Merge:
-    """The listings of several nodes as one. Pages go in, stretches of keys come out that no listed node can add to."""
-
-    def __init__(self, nodes: Iterable[int], after: bytes | None) -> None:
-        """`after`: a key; only what stands behind it is taken."""
-        self._streams = {index: _Stream() for index in nodes}
-        self._start = None if after is None else after + b"\xff" * DIGEST_BYTES
-        self.done = after
-        """Everything up to this key has come out."""
-
-    @property
-    def listed(self) -> tuple[int, ...]:
-        """Nodes whose listing is complete so far."""
-        return tuple(self._streams)
-
-    @property
-    def ended(self) -> bool:
-        return all(stream.ended and not stream.waiting for stream in self._streams.values())
-
-    def wanted(self) -> dict[int, bytes | None]:
-        """Nodes whose next page is needed, with the `after` to ask it with."""
-        return {index: stream.after if stream.begun else self._start for index, stream in self._streams.items()
-                if stream.stuck}
-
-    def add(self, node_index: int, page: ListPage) -> None:
-        """The page that `wanted` asked for."""
-        stream = self._streams[node_index]
-        stream.begun = True
-        stream.after = page.after
-        stream.waiting.extend(page.records)
-
-    def lose(self, node_index: int) -> None:
-        """The node cannot be listed further: it is missing from the next stretch on."""
-        del self._streams[node_index]
-
-    def take(self) -> Stretch:
-        """All complete keys; more of a key may follow where a page ends in it."""
-        bound = min((stream.bound for stream in self._streams.values() if not stream.ended), default=None)
-        taken: dict[int, list[ListedRecord]] = {}
-        for index, stream in self._streams.items():
-            records = taken[index] = []
-            while stream.waiting and (bound is None or stream.waiting[0].key < bound):
-                records.append(stream.waiting.popleft())
-        self.done = max([records[-1].key for records in taken.values() if records], default=self.done)
-        return Stretch(taken)
 
 
 # -- The sweep -------------------------------------------------------------------------------------------------------
@@ -249,7 +148,7 @@ class Sweep:
         merge = Merge([index for index in self._health.readable() if self._nodes[index] is not None], after)
         while not merge.ended:
             await self._pace.step()
-            await self._list(merge)
+            await fill(merge, self._nodes, self._clock, self._pace, SWEEP_PAGE_RECORDS)
             stretch = merge.take()
             await self._work_off(stretch, STRIPE_SHARDS - len(merge.listed))
             if max_seconds is not None and self._clock.monotonic() - started >= max_seconds:
@@ -260,23 +159,6 @@ class Sweep:
         tally = self._tally
         return SweepReport(tally.records, tally.hollow, tally.losing, tally.purged, tally.dropped, tally.spared,
                            missing, resume, self._clock.monotonic() - started)
-
-    async def _list(self, merge: Merge) -> None:
-        """Get the pages that are needed; nodes that fail twice are missing from here on."""
-        for attempt in range(MAX_READ_ATTEMPTS):
-            wanted = {index: (node, after) for index, after in merge.wanted().items()
-                      if (node := self._nodes[index]) is not None}
-            deadline = Deadline.after_ms(self._clock, SWEEP_CALL_MS)
-            calls = {index: node.list(after, SWEEP_PAGE_RECORDS, deadline) for index, (node, after) in wanted.items()}
-            pages, _ = await all_of(calls, deadline, len(calls))
-            for index, page in pages.items():
-                merge.add(index, page)
-            if len(pages) == len(calls):
-                return
-            if attempt + 1 < MAX_READ_ATTEMPTS:
-                await self._pace.step()
-        for index in wanted.keys() - pages.keys():
-            merge.lose(index)
 
     async def _work_off(self, stretch: Stretch, unlisted: int) -> None:
         self._tally.records += stretch.count

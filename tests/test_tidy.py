@@ -26,7 +26,7 @@ ORDER: Final = {
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
         contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate lookups
         nodereads placer nodewriter recovery verifier node cluster hedge pinning scratch target unitread examine
-        fetch reader health ask pieces staging survey writer pace sweep findings indexprobe nodeview storeview verdict
+        fetch reader health ask pieces staging survey writer pace listing sweep findings indexprobe nodeview storeview verdict
         warmth stripecheck tablecheck fsck background match memory stripe mend fs
     """,
     "kvstore": """

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from efs.clock import Deadline
 from efs.errors import InvalidArgument, NodeUnavailable
 from efs.limits import HOLLOW_GRACE_MS, KEY_BYTES, MAX_DEADLINE_MS, STRIPE_SHARDS, YIELD_MS
+from efs.listing import Merge, Stretch
 from efs.pace import Pace, Traffic
 from efs.survey import Version
-from efs.sweep import HOLLOW, LOSING, Merge, Stretch, Sweep, SweepReport, condemned, winner_of
+from efs.sweep import HOLLOW, LOSING, Sweep, SweepReport, condemned, winner_of
 from efs.types import DropItem, ListedRecord, ListPage, PutReport
 from tests.support.bench import Bench, make_bench
 from tests.support.blocks import make_blocks, readable
