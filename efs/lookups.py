@@ -57,7 +57,19 @@ class Lookups:
         if len(keys) and int(locations.min()) < 0:
             return self._mixed_table(keys, locations)
         look = self._state.tables.look(locations)
-        return None if look is None else self._as_table(locations, look, ())
+        if look is None:
+            return None
+        generation = look["generation"]
+        if not generation.all():
+            self._lose(keys, np.flatnonzero(generation == 0))
+            return None
+        trusted = look["boot_epoch"] >= self._state.boot.unverified_below
+        return NodeTable(look["digest"], locations, generation, look["shard"], trusted, ())
+
+    def _lose(self, keys: Sequence[bytes], rows: NDArray[np.intp]) -> None:
+        """Hot keys whose entries turned out to be damaged: nothing is known of them, the index has to be asked."""
+        for row in rows.tolist():
+            self._state.hot.forget(keys[row])
 
     async def look_up(self, keys: Sequence[bytes], deadline: Deadline) -> NodeTable:
         """See the contract."""
@@ -91,7 +103,12 @@ class Lookups:
         more = [place for row in several for place in versions[row]]
         places = np.concatenate((locations[present], np.array(more, np.int64)))
         look = self._state.tables.look(places)
-        return None if look is None else self._assemble(len(keys), rows, places, look)
+        if look is None:
+            return None
+        if not look["generation"].all():
+            self._lose(keys, rows[look["generation"] == 0])
+            return None
+        return self._assemble(len(keys), rows, places, look)
 
     def _assemble(self, count: int, rows: NDArray[np.intp], locations: Locations, look: NDArray[np.void]) -> NodeTable:
         """The table of `count` keys from (row, location, LOOK) of each version; rows may come several times. Versions
@@ -116,7 +133,7 @@ class Lookups:
         trusted = look["boot_epoch"] >= self._state.boot.unverified_below
         held = generation != 0
         if not held.all():
-            # Absent, or an entry that failed its checks when it was looked at.
+            # Absent, or gone since the index was asked.
             locations = np.where(held, locations, ABSENT)
             trusted &= held
         return NodeTable(look["digest"], locations, generation, look["shard"], trusted, extra)
@@ -215,6 +232,8 @@ class Lookups:
             return
         state.counters.add("node_index_mismatch")
         state.owe((entry,), ())
+        if entry.location >> SLOT_BITS < state.allocator.extents:
+            state.free_torn(entry.location)
 
     async def _gather(self, locations: Locations, keys: Sequence[bytes], deadline: Deadline) -> NDArray[np.void]:
         """(n,) of LOOK, zeros where a slot no longer holds the key."""

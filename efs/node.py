@@ -103,9 +103,11 @@ class DirectoryNode:
         options = OpenOptions(machine_boot_id() if boot_id is None else boot_id, mapped)
         opening = partial(_open, io, path, place, options, counters)
         thread = IoThread(f"efs-node-{place.node_index}-opening", clock)
+        unwanted = asyncio.Event()
         try:
-            lock, state, counted = await thread.submit(opening, pass_on)
+            lock, state, counted = await thread.submit(opening, partial(_hand_over, unwanted))
         finally:
+            unwanted.set()
             await thread.close(0)
         return cls(io, path, lock, state, clock, counted, durability == "power", mapped, counters is None)
 
@@ -311,6 +313,17 @@ def _open(io: Io, path: str, place: NodePlace, options: OpenOptions,
     except BaseException:
         lock.release()
         raise
+
+
+def _hand_over(unwanted: asyncio.Event, opened: tuple[OwnerLock, NodeState, CounterFile] | None,
+               error: BaseException | None) -> tuple[OwnerLock, NodeState, CounterFile]:
+    """The parts of an opened node, which are closed again when whoever wanted them has given up meanwhile."""
+    lock, state, counters = pass_on(opened, error)
+    if unwanted.is_set():
+        state.index.close()
+        state.slab.close()
+        lock.release()
+    return lock, state, counters
 
 
 def _last_words(io: Io, path: str, state: NodeState, stamps: Sequence[StampFile], clean: bool) -> None:

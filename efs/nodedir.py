@@ -16,7 +16,7 @@ which `create` was interrupted is no node and is refused.
     offset  bytes  field
     0       4      magic b"EFSB"
     4       2      format version, 1
-    6       2      1 when the owner closed in order, else 0
+    6       2      1: the owner closed in order; 2: an owner is mending what a died one left; 0: neither
     8       8      boots: how often the node was opened
     16      4      boot epoch: how many of those boots were unclean
     20      4      unverified below: entries of an earlier boot epoch are untrusted until their payload was checked
@@ -26,7 +26,9 @@ which `create` was interrupted is no node and is refused.
 An owner writes it at opening, with boots one higher and not clean, before anything else changes, and at closing, clean,
 after everything was synced. An open is *unclean* when the record it finds is not clean and of another boot of the
 machine: power was lost, or may have been, while the node was open. Not clean but of the same boot is a process that
-died: the page cache kept everything. A record that is lost or damaged counts as unclean.
+died: the page cache kept everything. A record that is lost or damaged counts as unclean. *Mending* stands there while
+an opening compares the index with the tables. An opening that finds it was preceded by one that died of that, which a
+damaged index can bring about (LMDB follows page numbers without checks), and makes the index anew instead.
 
 Slot generations are (boots << 40) + a counter, so none is given out twice, whatever an earlier owner did.
 """
@@ -85,6 +87,8 @@ STAMP_SHARE: Final = 1024
 
 _BOOT: Final = struct.Struct("<4sHHQII40sQ")
 _BOOT_MAGIC: Final = b"EFSB"
+_CLOSED: Final = 1
+_MENDING: Final = 2
 _BOOT_ID_FILE: Final = "/proc/sys/kernel/random/boot_id"
 
 
@@ -131,6 +135,7 @@ class BootRecord:
     boots: int
     epoch: int
     unverified_below: int
+    mending: bool = False
 
 
 # -- Sizes ----------------------------------------------------------------------------------------------------------
@@ -341,18 +346,20 @@ def read_boot(io: Io, path: str) -> BootRecord | None:
         raise OpenFailed(file, error) from error
     if len(data) != _BOOT.size:
         return None
-    magic, version, clean, boots, epoch, unverified_below, boot_id, checksum = _BOOT.unpack(data)
+    magic, version, state, boots, epoch, unverified_below, boot_id, checksum = _BOOT.unpack(data)
     if magic != _BOOT_MAGIC or checksum != xxh3_64(data[:-8]):
         return None
     if version != FORMAT_VERSION:
         raise FormatUnsupported(file, version, FORMAT_VERSION)
-    return BootRecord(boot_id.rstrip(b"\0").decode("ascii", "replace"), clean == 1, boots, epoch, unverified_below)
+    name = boot_id.rstrip(b"\0").decode("ascii", "replace")
+    return BootRecord(name, state == _CLOSED, boots, epoch, unverified_below, state == _MENDING)
 
 
 def write_boot(io: Io, path: str, record: BootRecord) -> None:
     """Replace the boot record and make it durable. OSError."""
     boot_id = record.boot_id.encode("ascii", "replace")[:40]
-    head = _BOOT.pack(_BOOT_MAGIC, FORMAT_VERSION, int(record.clean), record.boots, record.epoch,
+    state = _CLOSED if record.clean else _MENDING if record.mending else 0
+    head = _BOOT.pack(_BOOT_MAGIC, FORMAT_VERSION, state, record.boots, record.epoch,
                       record.unverified_below, boot_id, 0)[:-8]
     replace_file(io, path, BOOT_FILE, head + xxh3_64(head).to_bytes(8, "little"))
 

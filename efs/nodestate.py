@@ -176,6 +176,17 @@ class NodeState:
     def unwatch(self, resolution: Resolution) -> None:
         self.resolutions = [running for running in self.resolutions if running is not resolution]
 
+    def free_torn(self, location: int) -> None:
+        """The index led to a slot whose entry is damaged: there is no record, so the slot is free."""
+        place, slot = np.array([location]), location & SLOT_MASK
+        table = self.tables.get(location >> SLOT_BITS)
+        if table is None or self.allocator.states(place)[0] != LIVE:
+            return
+        if table.checked[slot] and not table.look["generation"][slot]:
+            table.clear(np.array([slot]))
+            self.allocator.release(place)
+            self.owe((), (Slots(table.geometry, location, 1),))
+
     def note_changes(self, keys: Iterable[bytes]) -> None:
         """What is held of these keys changed: look-ups that are running look again."""
         if self.resolutions:

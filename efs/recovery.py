@@ -6,7 +6,7 @@ The tables say what is there; the index is only compared with them. Depending on
   first used), the index as it is, provided that both count the same number of records.
 - *its process died*, the machine did not (boot record not clean, same boot id), or the counts differ: every entry is
   verified. The index is brought in line with them: records that it lacks are added, entries that name no record are
-  deleted. It is not rebuilt.
+  deleted. It is not rebuilt, unless an opening died of it (`efs/nodedir.py`, mending).
 - *unclean boot* (not clean, another boot id, or the boot record is lost): the same with a new, empty index. The boot
   epoch goes up, so all records of before are untrusted until their payload was checked once.
 
@@ -88,21 +88,20 @@ def open_state(io: Io, path: str, config: NodeConfig, options: OpenOptions, coun
     slab = open_slab(io, path, config, writable=True, mapped=options.mapped)
     index: Index | None = None
     try:
-        died = before is not None and not before.clean and before.boot_id == options.boot_id != ""
+        same_boot = before is not None and before.boot_id == options.boot_id != ""
         closed = before is not None and before.clean
         tables = Tables(config.plan.extents)
         scan = _scan(slab, tables, verify=not closed)
-        boot = _next_boot(before, options.boot_id, unclean=not (closed or died), scan=scan)
-        write_boot(io, path, boot)
-        index, rebuilt = _open_index(io, path, config, anew=not (closed or died))
-        if rebuilt:
-            counters.add("node_index_rebuilt")
+        boot = _next_boot(before, options.boot_id, unclean=not (closed or same_boot), scan=scan)
+        write_boot(io, path, replace(boot, mending=not closed))
+        anew = not closed and (not same_boot or before is None or before.mending)
+        index = _open_index(io, path, config, counters, anew)
         if not closed or index.entries != scan.records:
             if closed:
                 scan = _scan(slab, tables, verify=True)
-            _align(slab, index, tables, scan, counters)
-        counters.add("node_torn_entries", len(scan.torn))
-        _free(slab, tables, scan, scan.torn)
+                write_boot(io, path, replace(boot, mending=True))
+            index = _mend(io, path, config, slab, index, tables, scan, counters)
+            write_boot(io, path, boot)
         return _assemble(io, path, config, boot, slab, index, tables, scan, counters)
     except OSError as error:
         _close(slab, index)
@@ -129,17 +128,18 @@ def _next_boot(before: BootRecord | None, boot_id: str, unclean: bool, scan: _Sc
     return BootRecord(boot_id, False, boots + 1, epoch, below)
 
 
-def _open_index(io: Io, path: str, config: NodeConfig, anew: bool) -> tuple[Index, bool]:
-    """The index, and whether it was made anew."""
+def _open_index(io: Io, path: str, config: NodeConfig, counters: CounterFile, anew: bool) -> Index:
+    """The index as it is; an empty one when asked for, or when it is lost."""
     place = index_path(path)
     if not anew:
         try:
-            return Index.open(io, place, config.plan.index_bytes), False
+            return Index.open(io, place, config.plan.index_bytes)
         except IndexDamaged:
             pass
     Index.create(io, place, config.plan.index_bytes)
     sync_directory(io, path)
-    return Index.open(io, place, config.plan.index_bytes), True
+    counters.add("node_index_rebuilt")
+    return Index.open(io, place, config.plan.index_bytes)
 
 
 # -- Tables ---------------------------------------------------------------------------------------------------------
@@ -181,8 +181,27 @@ def _scan_extent(slab: Slab, tables: Tables, scan: _Scan, extent: int, geometry:
 # -- Index ----------------------------------------------------------------------------------------------------------
 
 
+def _mend(io: Io, path: str, config: NodeConfig, slab: Slab, index: Index, tables: Tables, scan: _Scan,
+          counters: CounterFile) -> Index:
+    """Zero torn entries and make the index say what the tables say; made anew if it cannot be read. Returns it."""
+    counters.add("node_torn_entries", len(scan.torn))
+    _free(slab, tables, scan, scan.torn)
+    try:
+        _align(slab, index, tables, scan, counters)
+        return index
+    except IndexDamaged:
+        index.close()
+    index = _open_index(io, path, config, counters, anew=True)
+    try:
+        _align(slab, index, tables, scan, counters)
+    except BaseException:
+        index.close()
+        raise
+    return index
+
+
 def _align(slab: Slab, index: Index, tables: Tables, scan: _Scan, counters: CounterFile) -> None:
-    """Make the index say what the tables say, and free the losers where a record stands twice or does not fit."""
+    """Add what the index lacks, delete what it should not have, free the losers where a record stands twice."""
     for extent in sorted(scan.live):
         _align_extent(slab, index, tables, scan, extent)
     if index.entries != scan.records:

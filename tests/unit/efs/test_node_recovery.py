@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from efs.errors import EfsError
+from efs.errors import EfsError, Locked, NodeUnavailable
 from efs.extent import Geometry
 from efs.index import Index, IndexEntry
 from efs.node import DirectoryNode
-from efs.nodedir import index_path, read_boot
+from efs.nodedir import index_path, read_boot, write_boot
 from efs.osio import SystemIo
 from efs.shard import LOCAL_BYTES
 from tests.support.faultio import FaultIo
@@ -132,6 +134,92 @@ async def test_a_table_that_is_newer_than_the_index_wins(box: NodeBox) -> None:
     assert (await node.look_up(make_records(32, NODE_INDEX, seed=3).keys, box.soon())).generation.tolist() == \
         kept.generation.tolist()
     assert index_agrees(node)
+    await node.close()
+
+
+async def test_an_entry_that_rots_under_a_hot_key_is_not_taken_for_another_one(box: NodeBox) -> None:
+    """Its table leaves memory, its entry rots, the table comes back while the key is still hot."""
+    records = make_records(40, NODE_INDEX)
+    node = await box.open()
+    table = await box.store(node, records)
+    assert node.look_up_now(records.keys) is not None
+    node._state.tables.remove(0)
+    flip(box.slab, geometry_of(node, 0).entry_position(int(table.location[11])) + 60)
+    await node.headers(table.location[:1], table.generation[:1], 1, box.soon())
+    assert node.look_up_now(records.keys) is None
+    assert (await box.holds(node, records)).tolist() == [row != 11 for row in range(40)]
+    other = await box.store(node, make_records(1, NODE_INDEX, seed=2))
+    assert int(other.location[0]) == int(table.location[11]), "the slot was not reused"
+    assert (await node.look_up(records.keys, box.soon())).location[11] < 0
+    assert index_agrees(node)
+    await node.close()
+
+
+def damage_index(box: NodeBox) -> None:
+    """Pages of the tree lose their headers; the file still opens."""
+    file = os.path.join(index_path(box.path), "data.mdb")
+    for page in range(2, os.stat(file).st_size // 4096):
+        change(file, page * 4096 + 8, bytes(8))
+
+
+@pytest.mark.parametrize("ending", ["died", "closed"])
+async def test_an_index_that_opens_but_cannot_be_read_is_made_anew_at_the_next_opening(
+    box: NodeBox, ending: str
+) -> None:
+    records = make_records(300, NODE_INDEX)
+    node = await box.open()
+    await box.store(node, records)
+    await (node.close() if ending == "closed" else crash(node))
+    damage_index(box)
+    node = await box.open()
+    if ending == "closed":
+        with pytest.raises(NodeUnavailable):
+            await node.look_up(records.keys, box.soon())
+        with pytest.raises(NodeUnavailable, match="index"):
+            await node.put(make_records(1, NODE_INDEX, seed=2).batch(), box.soon())
+        await node.close()
+        node = await box.open()
+    assert box.counters.get("node_index_rebuilt") == 1
+    assert (await box.holds(node, records)).all()
+    assert (await node.look_up(records.keys, box.soon())).trusted.all()
+    assert index_agrees(node)
+    await node.close()
+
+
+async def test_an_index_of_which_an_opening_died_is_made_anew_without_distrust(box: NodeBox) -> None:
+    records = make_records(30, NODE_INDEX)
+    node = await box.open()
+    await box.store(node, records)
+    await crash(node)
+    boot = read_boot(SystemIo(), box.path)
+    assert boot is not None
+    write_boot(SystemIo(), box.path, replace(boot, mending=True))
+    node = await box.open()
+    assert box.counters.get("node_index_rebuilt") == 1
+    assert (await box.holds(node, records)).all()
+    assert (await node.look_up(records.keys, box.soon())).trusted.all()
+    boot = read_boot(SystemIo(), box.path)
+    assert boot is not None
+    assert (boot.mending, boot.epoch) == (False, 0)
+    await node.close()
+
+
+async def test_an_opening_that_was_given_up_leaves_the_node_to_the_next(box: NodeBox) -> None:
+    io = FaultIo()
+    gate = io.hang("preadv", path="slab")
+    opening = asyncio.ensure_future(box.open(io=io))
+    assert await asyncio.to_thread(gate.entered.wait, 20)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    with pytest.raises(Locked):
+        await box.open()
+    gate.release()
+    deadline = asyncio.get_running_loop().time() + 20
+    while io.open_files:
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0)
+    node = await box.open()
     await node.close()
 
 
@@ -431,8 +519,10 @@ async def test_a_flipped_bit_in_a_table_entry_makes_its_record_absent(box: NodeB
     assert (await box.holds(node, records)).tolist() == [row != 11 for row in range(40)]
     headers = await node.headers(table.location, table.generation, 1, box.soon())
     assert not headers[11].any()
+    assert (await node.info(box.soon())).records == 39
     await box.store(node, records)
     assert (await box.holds(node, records)).all()
+    assert index_agrees(node)
     await node.close()
     node = await box.open()
     assert (await box.holds(node, records)).all()
