@@ -151,6 +151,26 @@ SWEEP_PAGES_PER_SECOND: Final = 20
 """Pages of a background sweep: 5,000 records a second, 2 % of a core."""
 SWEEP_KEYS_AT_ONCE: Final = 256
 """Suspected keys that a sweep looks up together."""
+REPAIR_CALL_MS: Final = 10_000
+"""For one call of a repair to a node."""
+REPAIR_BATCH_BLOCKS: Final = 64
+"""Blocks that repair rebuilds together; a whole run of V4.1 blocks."""
+REPAIR_BATCH_BYTES: Final = 16 * MIB
+"""Bytes of those blocks, at least one; repair holds 1.3 times as much."""
+REPAIR_STEPS_PER_SECOND: Final = 10
+"""Batches and pages of a background repair: 73 MB/s of V4.1 blocks where everything is missing."""
+REPAIR_GRACE_MS: Final = MAX_DEADLINE_MS
+"""A background repair leaves versions alone of which a shard is younger: their put may still be running."""
+SCRUB_PAGE_RECORDS: Final = 256
+"""Records of one page of a node's listing in a scrub."""
+SCRUB_STEP_BYTES: Final = 1 * MIB
+"""Payload that a scrub checks before it lets others go first: 5 to 10 ms of a disk."""
+SCRUB_STEPS_PER_SECOND: Final = 16
+"""Steps of a background scrub: 16 MiB/s, a terabyte in 18 hours."""
+SCRUB_EVERY_MS: Final = 86_400_000.0
+"""Pause between two rounds of a background scrub."""
+UPKEEP_SAVE_MS: Final = 5_000.0
+"""How far a scrub or a sync has come is written down this often: what a kill makes it do twice."""
 YIELD_MS: Final = 10.0
 """Background work looks this often whether the calls that it yields to have ended."""
 YIELD_AT_MOST_MS: Final = 1_000.0

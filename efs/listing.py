@@ -17,6 +17,7 @@ from efs.clock import Clock, Deadline
 from efs.contract import Node
 from efs.limits import DATA_SHARDS, DIGEST_BYTES, KEY_BYTES, MAX_READ_ATTEMPTS, SWEEP_CALL_MS
 from efs.pace import Pace
+from efs.placement import placement_group, rotation_of, shard_of_node
 from efs.types import DropItem, ListedRecord, ListPage
 
 
@@ -63,14 +64,19 @@ class Stretch:
         return sorted(weak.union(key for key, count in versions.items() if count > 1))
 
     def incomplete(self, unlisted: int) -> list[bytes]:
-        """Keys of which a version could be readable and is not on every listed node, ascending, when so many nodes are
-        not listed."""
+        """Keys of which a version could be readable and is not on every listed node, when so many nodes are not listed;
+        and those with a record in a place that is not its own. Ascending."""
         shards: Counter[bytes] = Counter()
-        for listed in self.records.values():
-            shards.update([record.key + record.digest for record in listed])
+        misplaced: set[bytes] = set()
+        for index, listed in self.records.items():
+            for record in listed:
+                if record.shard == shard_of_node(index, rotation_of(placement_group(record.key))):
+                    shards[record.key + record.digest] += 1
+                else:
+                    misplaced.add(record.key)
         listed_nodes = len(self.records)
-        return sorted({name[:KEY_BYTES] for name, count in shards.items()
-                       if count < listed_nodes and count + unlisted >= DATA_SHARDS})
+        return sorted(misplaced.union(name[:KEY_BYTES] for name, count in shards.items()
+                                      if count < listed_nodes and count + unlisted >= DATA_SHARDS))
 
     def tagged(self, tags: Collection[bytes]) -> dict[int, list[DropItem]]:
         """Records of these tenants by node."""

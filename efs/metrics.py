@@ -45,6 +45,10 @@ COUNTERS: tuple[str, ...] = (
     "nodes_degraded",
     # sweeps of the store
     "sweep_runs", "sweep_records", "sweep_hollow", "sweep_losing", "sweep_purged", "sweep_dropped", "sweep_spared",
+    # repair and scrub of the store
+    "repair_runs", "repair_records", "repair_found", "repair_rebuilt", "repair_cold", "repair_corrupt",
+    "repair_misplaced", "repair_failed", "scrub_runs", "scrub_records", "scrub_bytes", "scrub_dropped", "scrub_failed",
+    "nodes_synced",
 )
 
 

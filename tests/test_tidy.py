@@ -27,7 +27,7 @@ ORDER: Final = {
         contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate lookups
         nodereads placer nodewriter recovery verifier node cluster hedge pinning scratch target unitread examine
         fetch reader health ask pieces staging survey writer pace listing sweep findings indexprobe nodeview storeview verdict
-        warmth stripecheck tablecheck fsck background match memory stripe mend fs
+        warmth stripecheck tablecheck fsck background match memory stripe mend rebuild repair fs
     """,
     "kvstore": """
         config tenants buffers layout keys hit loopthread store bench connectors demo machine traces
