@@ -94,9 +94,14 @@ class CudaDevice:
         torch.cuda.current_stream(self.torch_device).synchronize()
         return made
 
-    def rows(self, numbers: Sequence[int], stream: Stream) -> Rows:
+    def integers(self, numbers: Sequence[int], stream: Stream) -> torch.Tensor:
+        # From pageable memory torch would wait for the stream, and with it for whatever slow kernel stands in it.
         with stream.activate():
-            return Rows(tuple(numbers), torch.tensor(list(numbers), dtype=torch.int64, device=self.torch_device))
+            pinned = torch.tensor(list(numbers), dtype=torch.int64).pin_memory()
+            return pinned.to(self.torch_device, non_blocking=True)
+
+    def rows(self, numbers: Sequence[int], stream: Stream) -> Rows:
+        return Rows(tuple(numbers), self.integers(numbers, stream))
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         self._copy(target, source, stream)

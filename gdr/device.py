@@ -98,6 +98,10 @@ class Device(Protocol):
         """Zeroed uint8 device memory."""
         ...
 
+    def integers(self, numbers: Sequence[int], stream: Stream) -> torch.Tensor:
+        """int64 (count,) for use on `stream`; does not block the calling thread behind what is enqueued there."""
+        ...
+
     def rows(self, numbers: Sequence[int], stream: Stream) -> Rows:
         """Page numbers for use by scatter and gather on `stream`."""
         ...
@@ -188,6 +192,9 @@ class CpuDevice:
 
     def allocate(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=torch.uint8)
+
+    def integers(self, numbers: Sequence[int], stream: Stream) -> torch.Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64)
 
     def rows(self, numbers: Sequence[int], stream: Stream) -> Rows:
         return Rows(tuple(numbers))

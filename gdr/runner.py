@@ -69,8 +69,9 @@ class LayerRunner:
         """Compute `tokens` behind the cache; logits (vocabulary,) of the last one. What the hooks raise comes out."""
         if aborted.is_set():
             raise Aborted("the request was aborted")
-        ids = torch.tensor([list(tokens)], device=self._device.torch_device)
-        self._running = _Pass(self._device.compute_stream(), load, aborted)
+        stream = self._device.compute_stream()
+        ids = self._device.integers(tokens, stream).unsqueeze(0)
+        self._running = _Pass(stream, load, aborted)
         arguments: dict[str, Any] = {"input_ids": ids, self._cache_argument: cache, "use_cache": True,
                                      "logits_to_keep": 1}
         try:

@@ -144,6 +144,9 @@ class FakeDevice:
     def allocate(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.full(tuple(shape), 0xA5, dtype=torch.uint8)
 
+    def integers(self, numbers: Sequence[int], stream: object) -> torch.Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64)
+
     def rows(self, numbers: Sequence[int], stream: object) -> Rows:
         self._count("rows")
         return Rows(tuple(numbers))

@@ -17,6 +17,7 @@ from gdr.sequence import Phase
 from kvstore.keys import Namespace
 from kvstore.layout import BlockLayout
 from tests.support.blockstore import MemoryBlockStore
+from tests.support.devices import RefusingCudaDevice, suite_device
 from tests.support.fakedevice import FakeDevice
 from tests.support.tinymodel import BLOCK, prompt, reference, tiny_model, tiny_namespace
 from tests.support.waiting import eventually
@@ -26,7 +27,7 @@ NEW = 24
 PLACES = list(itertools.product((0, 1, 2), (0, 3, 5)))
 """First, middle and last segment; first, middle and last block of six."""
 DEVICES: dict[str, Callable[[], Device]] = {
-    "cpu": CpuDevice, "cpu-staged": lambda: CpuDevice(staged=True), "fake": FakeDevice
+    "cpu": CpuDevice, "cpu-staged": lambda: CpuDevice(staged=True), "fake": FakeDevice, "cuda": RefusingCudaDevice
 }
 
 
@@ -43,7 +44,7 @@ def store() -> MemoryBlockStore:
 def make_engine(model: LlamaForCausalLM, store: MemoryBlockStore, *, device: Device | None = None, stream: bool = False,
                 pages: int = 32, kind: type[Engine] = Engine, **settings: float) -> Engine:
     config = EngineConfig(pages=pages, staging_bytes=1, stream=stream, **settings)  # type: ignore[arg-type]
-    return kind(model, store, tiny_namespace(model), config, device=device or FakeDevice())
+    return kind(model, store, tiny_namespace(model), config, device=device or suite_device(model))
 
 
 def all_free(engine: Engine) -> bool:
@@ -93,7 +94,7 @@ def test_a_cold_run_gives_the_tokens_of_transformers_own_cache(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", "cpu-staged", "fake"])
 @pytest.mark.parametrize("length", [BLOCK + 1, 2 * BLOCK, 9 * BLOCK + 5])
 def test_a_warm_run_computes_only_the_rest_and_gives_the_same_bits(
     model: LlamaForCausalLM, store: MemoryBlockStore, length: int, device: str, stream: bool
@@ -196,7 +197,7 @@ def test_a_copy_or_scatter_refused_at_any_segment_and_block_is_recomputed_from_t
 ) -> None:
     tokens = prompt(6 * BLOCK + 3)
     cold = fill_store(model, store, tokens)
-    device = FakeDevice()
+    device = suite_device(model)
     device.refuse(kind, {segment * 6 + block})  # Staging is one block, so each block of each segment is one call.
     with make_engine(model, store, device=device, stream=stream) as engine:
         sequence = engine.prefill(tokens)

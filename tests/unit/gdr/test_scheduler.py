@@ -18,6 +18,7 @@ from gdr.scheduler import run_all
 from gdr.sequence import Phase, Sequence
 from gdr.swapin import Transfer
 from tests.support.blockstore import MemoryBlockStore
+from tests.support.devices import suite_device
 from tests.support.fakedevice import FakeDevice
 from tests.support.tinymodel import BLOCK, prompt, reference, tiny_model, tiny_namespace
 from tests.support.waiting import eventually
@@ -33,7 +34,7 @@ def model() -> LlamaForCausalLM:
 def make_engine(model: LlamaForCausalLM, store: MemoryBlockStore, pages: int, *, stream: bool = False,
                 write_back: bool = True) -> Engine:
     config = EngineConfig(pages=pages, staging_bytes=1, stream=stream, write_back=write_back)
-    return Engine(model, store, tiny_namespace(model), config, device=FakeDevice())
+    return Engine(model, store, tiny_namespace(model), config, device=suite_device(model))
 
 
 def all_free(engine: Engine) -> bool:
@@ -303,7 +304,7 @@ def test_a_fetch_that_never_ends_costs_its_pages_until_then_and_the_prefix_is_re
 
     store.before = hang
     config = EngineConfig(pages=8, stream=True, swap_in_wait_ms=20.0, staging_bytes=1)
-    with Engine(model, store, tiny_namespace(model), config, device=FakeDevice()) as engine:
+    with Engine(model, store, tiny_namespace(model), config, device=suite_device(model)) as engine:
         sequence = engine.prefill(tokens)
         assert engine.counters.get("swap_in_stalled") == 1
         assert sequence.loaded_blocks == 0
