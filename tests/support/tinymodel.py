@@ -23,7 +23,7 @@ def tiny_model(layers: int = 3, dtype: torch.dtype = torch.float32, seed: int = 
             num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=4096,
             initializer_range=0.6, tie_word_embeddings=False,
         ))
-    model.eval()
+    model.train(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
