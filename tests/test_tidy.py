@@ -26,16 +26,16 @@ ORDER: Final = {
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
         contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate lookups
         nodereads placer nodewriter recovery verifier node cluster hedge pinning scratch target unitread examine
-        fetch reader health ask pieces staging survey writer pace listing sweep findings indexprobe nodeview storeview verdict
-        warmth stripecheck tablecheck fsck background match memory stripe mend rebuild repair fs
+        fetch reader joining health ask pieces staging survey writer pace listing sweep findings indexprobe nodeview storeview verdict
+        warmth stripecheck tablecheck fsck background match memory stripe mend rebuild repair progress scrub upkeep fs
     """,
     "kvstore": """
         config tenants buffers layout keys hit loopthread store bench connectors demo machine traces
         cachemodels replayplan replay cli
     """,
     "gdr": """
-        errors formats device limits pinned pages counters timeline swapin pagedcache prefix runner sequence
-        writeback engine cuda scheduler
+        errors limits formats device cuda pinned pages counters timeline swapin prefix pagedcache runner sequence
+        writeback engine scheduler compare demo cli
     """,
 }
 """Modules of a package, or whole subpackages: each imports, at module level, only what stands before it here.
