@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from efs.clock import Clock, Deadline
 from efs.contract import Landing, NodeTable, Span, Stride
-from efs.extent import ranges_of
+from efs.extent import Geometry, ranges_of
 from efs.limits import MIB
 from efs.metrics import CounterFile
 from efs.node import DirectoryNode, Durability
@@ -129,3 +129,26 @@ def index_agrees(node: DirectoryNode) -> bool:
     live = bool(state.exists(locations).all()) and len(np.unique(locations)) == len(entries)
     state.allocator.audit()
     return live and state.allocator.live_slots == len(entries) and not state.owed_entries
+
+
+def geometry_of(node: DirectoryNode, location: int) -> Geometry:
+    """Geometry of the extent of a location that is in use."""
+    geometry = node._state.allocator.geometry(location >> 20)
+    assert geometry is not None
+    return geometry
+
+
+def change(path: str, position: int, data: bytes) -> None:
+    """Overwrite bytes of a file behind the back of whoever has it open."""
+    with open(path, "r+b") as file:
+        file.seek(position)
+        file.write(data)
+
+
+def flip(path: str, position: int) -> None:
+    """Flip one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 0x08]))
