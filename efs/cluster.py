@@ -4,6 +4,7 @@
     tenants.toml    the tenants file, 0600 (`kvstore/tenants.py`)
     lock            flock of the owner, holds its process id
     counters        what the client counts (`efs/metrics.py`)
+    upkeep          how far long work has come, and which nodes are not up to date (`efs/progress.py`)
     nodes/00 … 11   node directories, unless they were given places of their own
 
 store.toml, format version 1:

@@ -37,7 +37,8 @@ from efs.codec import Codec
 from efs.contract import ABSENT, Node
 from efs.errors import EfsError, InvalidArgument, StoreClosed
 from efs.health import Health, NodeState
-from efs.limits import CLOSE_MS, INFO_DEADLINE_MS, KEY_BYTES, MAX_KEYS_PER_CALL, STRIPE_SHARDS
+from efs.joining import JoiningNode
+from efs.limits import ACK_SHARDS, CLOSE_MS, HUNG_MS, INFO_DEADLINE_MS, KEY_BYTES, MAX_KEYS_PER_CALL, STRIPE_SHARDS
 from efs.match import Matcher
 from efs.memory import flat_bytes
 from efs.mend import Mender
@@ -45,10 +46,13 @@ from efs.metrics import CounterFile
 from efs.node import DirectoryNode
 from efs.nodedir import COUNTERS_FILE, NodePlace, OwnerLock
 from efs.osio import Io, SystemIo
+from efs.pace import Traffic
+from efs.progress import Progress, read_progress
 from efs.reader import Reader
 from efs.shape import BlockShape
 from efs.stripe import ShardReport, shards_of
 from efs.types import DropItem, GetReport, NodeInfo, PutItem, PutReport
+from efs.upkeep import Upkeep
 from efs.writer import Writer, check_items
 
 __all__ = ["FileSystem", "OnSegment", "PutItem"]
@@ -63,8 +67,14 @@ class FileSystem:
 
     def __init__(self, nodes: Sequence[Node | None], *, codec: Codec, counters: CounterFile, clock: Clock,
                  config: StoreConfig | None = None, lock: OwnerLock | None = None,
-                 problems: Mapping[int, str] | None = None) -> None:
-        """Over nodes that are open already; `open` is the way to a store on disk. Must run on the loop."""
+                 problems: Mapping[int, str] | None = None, progress: Progress | None = None, io: Io | None = None,
+                 maintain: bool = True, scrub: bool = False) -> None:
+        """Over nodes that are open already; `open` is the way to a store on disk. Must run on the loop.
+
+        progress: what the store's root notes of its upkeep; with io and a lock it is kept up to date there."""
+        progress = progress or Progress()
+        gates = {index: JoiningNode(node) for index in progress.syncing if (node := nodes[index]) is not None}
+        ungated, nodes = nodes, [gates.get(index, node) for index, node in enumerate(nodes)]
         self._nodes = tuple(nodes)
         self._clock = clock
         self._config = config
@@ -77,8 +87,15 @@ class FileSystem:
         self._reader = Reader(nodes, codec, counters, clock, self.mender.report)
         self._writer = Writer(nodes, self.health, codec, counters, clock)
         self._matcher = Matcher(nodes, self.health)
+        self._traffic = Traffic()
+        self.upkeep = Upkeep(ungated, gates, codec, counters, clock, self._traffic, progress, io,
+                             lock.path if lock is not None else None)
         self._background = Background()
         self._background.start("mend", self.mender.run)
+        if gates and maintain:
+            self._background.start("sync", self.upkeep.sync_until_done)
+        if scrub and maintain:
+            self._background.start("scrub", self.upkeep.scrub_for_ever)
 
     @classmethod
     def init(cls, root: str, capacity_bytes: int, *, node_paths: Sequence[str] | None = None,
@@ -96,10 +113,12 @@ class FileSystem:
 
     @classmethod
     async def open(cls, root: str, *, io: Io | None = None, clock: Clock | None = None,
-                   mapped: bool = False) -> FileSystem:
+                   mapped: bool = False, maintain: bool = True, scrub: bool = False) -> FileSystem:
         """Own the store and its node directories. An absent node directory is a degraded node, never made anew.
 
         mapped: read slabs through memory maps (a failing disk then ends the process with SIGBUS) instead of preadv.
+        maintain: bring nodes that missed changes up to date in the background; else only `upkeep` does when asked.
+        scrub: read and check everything, round after round, in the background too.
         StoreNotFound, Locked, IdentityMismatch, FormatUnsupported, CorruptRecord or OpenFailed name the path.
         """
         io, clock = io or SystemIo(), clock or SystemClock()
@@ -111,10 +130,12 @@ class FileSystem:
         try:
             codec = Codec()
             counters = CounterFile.open(os.path.join(root, COUNTERS_FILE), writable=True, io=io)
+            progress = read_progress(io, root)
             problems = await _open_nodes(config, io, clock, mapped, nodes)
             counters.add("nodes_degraded", len(problems))
             placed = [nodes.get(index) for index in range(STRIPE_SHARDS)]
-            return cls(placed, codec=codec, counters=counters, clock=clock, config=config, lock=lock, problems=problems)
+            return cls(placed, codec=codec, counters=counters, clock=clock, config=config, lock=lock, problems=problems,
+                       progress=progress, io=io, maintain=maintain, scrub=scrub)
         except BaseException:
             await _close_nodes(list(nodes.values()))
             if counters is not None:
@@ -133,7 +154,8 @@ class FileSystem:
         """
         deadline = self._begin(keys, deadline_ms)
         target = flat_bytes(out, "out", len(keys) * shape.block_bytes, writable=True)
-        return await self._reader.get_into(keys, shape, target.data, on_segment, deadline)
+        with self._traffic.call():
+            return await self._reader.get_into(keys, shape, target.data, on_segment, deadline)
 
     async def put(self, items: Sequence[PutItem], shape: BlockShape, blocks: Any, *, deadline_ms: float) -> PutReport:
         """Store blocks from a block-major buffer of len(items) · block_bytes.
@@ -145,12 +167,16 @@ class FileSystem:
         deadline = Deadline.after_ms(self._clock, deadline_ms)
         check_items(items)
         source = flat_bytes(blocks, "blocks", len(items) * shape.block_bytes)
-        return await self._writer.put(items, shape, source.reshape(len(items), shape.block_bytes), deadline)
+        if not self._may_change():
+            return PutReport(acked=0, already=0, failed=len(items), at_risk=0)
+        with self._traffic.call():
+            return await self._writer.put(items, shape, source.reshape(len(items), shape.block_bytes), deadline)
 
     async def match(self, keys: Sequence[bytes], *, strict: bool = False, deadline_ms: float) -> int:
         """How many leading keys are present, by metadata alone: a promise that the fetch may correct."""
         deadline = self._begin(keys, deadline_ms)
-        found = await self._matcher.match(keys, strict, deadline)
+        with self._traffic.call():
+            found = await self._matcher.match(keys, strict, deadline)
         self.counters.add("match_calls")
         self.counters.add("match_blocks", found)
         return found
@@ -159,6 +185,7 @@ class FileSystem:
         """Remove every version of these blocks from the nodes that can be reached; returns of how many keys something
         was removed. What unreachable nodes hold stays; as long as they are at most two, it is not readable."""
         deadline = self._begin(keys, deadline_ms)
+        self._may_change(dropping=True)
         nodes = self._reachable()
         tables, _ = await tables_of({index: (node, keys) for index, node in nodes.items()}, self.health, deadline,
                                     len(nodes))
@@ -211,6 +238,7 @@ class FileSystem:
         try:
             await self._background.close()
             await self._writer.close()
+            await self.upkeep.close(HUNG_MS / 1000)
             await _close_nodes([node for node in self._nodes if node is not None])
         finally:
             self.counters.close()
@@ -232,6 +260,17 @@ class FileSystem:
         if wrong:
             raise InvalidArgument(f"a key has {wrong.pop()} bytes, expected {KEY_BYTES}")
         return Deadline.after_ms(self._clock, deadline_ms)
+
+    def _may_change(self, dropping: bool = False) -> bool:
+        """Note which nodes miss what is about to change; False when that cannot be noted."""
+        if len(self.problems) > STRIPE_SHARDS - ACK_SHARDS and not dropping:
+            return True  # Nothing can be stored anyhow.
+        try:
+            self.upkeep.missed_by(self.problems)
+        except EfsError as error:
+            _LOG.warning("nothing is stored while a node is away and that cannot be noted: %s", error)
+            return False
+        return True
 
     def _reachable(self) -> dict[int, Node]:
         return {index: node for index in self.health.readable() if (node := self._nodes[index]) is not None}

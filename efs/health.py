@@ -1,6 +1,7 @@
 """Which nodes to ask and which to leave alone, as this process has seen them.
 
 - *offline*: its directory is absent, or it could not be opened.
+- *syncing*: it is there but has not got everything yet (`efs/joining.py`); as offline for readers and writers.
 - *read-only*: its disk refused to make data durable; it answers reads until it is checked and opened again.
 - *suspect*: it hangs or it failed; left alone for a back-off that doubles with each failure in a row, then tried again.
 - *serving*: none of these.
@@ -18,6 +19,7 @@ from enum import StrEnum
 from efs.clock import Clock
 from efs.contract import Node
 from efs.errors import EfsError, NodeReadOnly, NodeUnavailable
+from efs.joining import JoiningNode
 from efs.limits import MAX_PROBE_BACKOFF_MS, PROBE_BACKOFF_MS, STRIPE_SHARDS
 
 
@@ -27,6 +29,7 @@ class NodeState(StrEnum):
     SERVING = "serving"
     SUSPECT = "suspect"
     READ_ONLY = "read-only"
+    SYNCING = "syncing"
     OFFLINE = "offline"
 
 
@@ -44,6 +47,8 @@ class Health:
         node = self._nodes[node_index]
         if node is None:
             return NodeState.OFFLINE
+        if isinstance(node, JoiningNode) and node.syncing:
+            return NodeState.SYNCING
         if node.suspect or self._clock.monotonic() < self._retry_at[node_index]:
             return NodeState.SUSPECT
         if self._read_only[node_index]:

@@ -165,10 +165,16 @@ SCRUB_PAGE_RECORDS: Final = 256
 """Records of one page of a node's listing in a scrub."""
 SCRUB_STEP_BYTES: Final = 1 * MIB
 """Payload that a scrub checks before it lets others go first: 5 to 10 ms of a disk."""
+SCRUB_STEP_RECORDS: Final = 64
+"""Records of one step: they wait in the queue of one node's thread together, a quarter of what it takes."""
 SCRUB_STEPS_PER_SECOND: Final = 16
 """Steps of a background scrub: 16 MiB/s, a terabyte in 18 hours."""
 SCRUB_EVERY_MS: Final = 86_400_000.0
 """Pause between two rounds of a background scrub."""
+SYNC_PASSES: Final = 3
+"""Repairs of a node that joins; each finds what was put while the one before it ran."""
+SYNC_RETRY_MS: Final = 30_000.0
+"""Pause before a node is tried again that could not be brought up to date."""
 UPKEEP_SAVE_MS: Final = 5_000.0
 """How far a scrub or a sync has come is written down this often: what a kill makes it do twice."""
 YIELD_MS: Final = 10.0

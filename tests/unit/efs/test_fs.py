@@ -277,6 +277,7 @@ async def test_absent_nodes_degrade_the_store_and_are_never_made_anew(root: str,
         os.rename(tmp_path / f"away{index}", node_path(root, index))
     async with opened(root) as filesystem:
         assert not filesystem.problems
+        await filesystem.upkeep.sync()
         assert (await get(filesystem, blocks)).rebuilt == 0
 
 

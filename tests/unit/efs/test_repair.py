@@ -173,7 +173,7 @@ async def test_sound_shards_that_make_no_sound_block_are_not_repaired() -> None:
     await lose(bench, (2,), blocks.keys)
 
     class LyingCodec(Codec):
-        def rebuild(self, present: Mapping[int, np.ndarray], wanted: Mapping[int, np.ndarray]) -> None:  # type: ignore[type-arg]
+        def rebuild(self, present: Mapping[int, np.ndarray], wanted: Mapping[int, np.ndarray]) -> None:
             super().rebuild(present, wanted)
             for values in wanted.values():
                 values[:, 0] ^= 1
