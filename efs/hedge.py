@@ -121,12 +121,12 @@ class Unit:
     state: (12, rows) uint8 by shard index, values of `Shard`. computed: (12, rows) bool, in hand by rebuilding.
     open: (rows,) bool, blocks still being worked on. contiguous: by node the location of the first block where all of
     them lie in neighbouring slots, else -1. shown: by node a view of those slots, where it has them in memory.
-    whole: shards that came at once for every row. segments_good: segments verified for all rows at once. rebuilds: how
-    often a rebuilt block disagreed with its header.
+    whole: shards that came at once for every row. rebuilds: how often a rebuilt block disagreed with
+    its header.
     """
 
     __slots__ = (
-        "computed", "contiguous", "late_from", "open", "rebuilds", "retried", "rotation", "segments_good", "shown",
+        "computed", "contiguous", "late_from", "open", "rebuilds", "retried", "rotation", "shown",
         "spare", "start", "state", "stop", "whole",
     )
 
@@ -142,7 +142,6 @@ class Unit:
         self.retried: set[tuple[int, int]] = set()
         self.whole: set[int] = set()
         self.contiguous = [-1] * STRIPE_SHARDS
-        self.segments_good = 0
         self.shown: list[NDArray[np.uint8] | None] = []
         self.late_from: float | None = None
 

@@ -292,8 +292,8 @@ class UnitReads:
         if segment == len(self.good) - 1:
             self._ask_rest(unit)
         if complete:
-            unit.segments_good += agreed
-            if not agreed or unit.segments_good == len(self.good):
+            # At the last segment in any case: earlier ones may have come from the nodes' threads meanwhile.
+            if not agreed or segment == len(self.good) - 1:
                 self._close_rows(unit)
             return
         self._store_shown(unit, 0, unit.stop - unit.start)

@@ -6,11 +6,13 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from efs.clock import Deadline, SystemClock
 from efs.codec import Codec
-from efs.contract import Node
+from efs.contract import Landing, Node, Span
 from efs.health import Health
 from efs.metrics import CounterFile
 from efs.placement import placement_group, rotation_of, spare_shard_of
@@ -459,3 +461,31 @@ async def test_shape_of_another_layout_under_the_same_key_is_a_miss() -> None:
     other = BlockShape(4_000, (1_000, 1_000, 1_000, 1_000))
     report, _ = await group.fetch(Blocks(other, blocks.keys, blocks.data))
     assert not any(report.ok)
+
+
+class ColdBytesNode(MemoryNode):
+    """Tables are in memory, payloads are not."""
+
+    def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
+        return None
+
+    def read_now(self, span: Span, landing: Landing) -> bool:
+        return False
+
+
+async def test_first_segment_that_lands_before_the_last_one_is_asked_ends_the_fetch_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop gets its turn after every step of the first pass, so what was cold is there before what is warm."""
+    monkeypatch.setattr("efs.fetch.YIELD_SECONDS", -1.0)
+    blocks = make_blocks(4, run=4)
+    rotation = rotation_of(placement_group(blocks.keys[0]))
+    cold = {(shard + rotation) % 12 for shard in (0, 1)}
+    group = Group([(ColdBytesNode if index in cold else MemoryNode)(index, CLOCK) for index in range(12)])
+    await group.store(blocks)
+    fired: list[tuple[int, int]] = []
+    report, out = await group.fetch(blocks, fired=fired)
+    assert (report.blocks, report.rebuilt, report.missing) == (4, 0, 0)
+    assert group.counters.get("get_deadline") == 0
+    assert fired == [(segment, 4) for segment in range(4)]
+    assert bytes(out[: 4 * 800]) == b"".join(expected(blocks, at)[0] for at in range(4))
