@@ -383,10 +383,10 @@ class ReusingNode(MemoryNode):
     again: bool = False
     reused = 0
 
-    def views_now(self, spans: object) -> None:  # type: ignore[override]
+    def views_now(self, spans: object) -> None:
         return None
 
-    def read_now(self, span: object, landing: object) -> bool:  # type: ignore[override]
+    def read_now(self, span: object, landing: object) -> bool:
         if self.victim is not None and self.victim in self.records:
             (stored,) = self.records[self.victim].values()
             if span.location <= stored.location < span.location + span.count:  # type: ignore[attr-defined]
