@@ -70,7 +70,7 @@ class Evidence:
         absent = no > PARITY_SHARDS
         present = yes >= DATA_SHARDS
         if sampled:
-            present |= (yes >= MATCH_SAMPLE_NODES) & (yes == asked)
+            present |= yes >= MATCH_SAMPLE_NODES
         return present & ~absent, absent
 
     def _most_votes(self) -> NDArray[np.int64]:

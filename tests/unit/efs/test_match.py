@@ -61,6 +61,13 @@ async def test_three_nodes_of_each_run_are_asked_when_they_agree() -> None:
     assert asked == sorted((shard + rotation) % 12 for shard in (0, 4, 8))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+async def test_what_three_nodes_deny_is_not_asked_of_others(strict: bool) -> None:
+    bench = make_bench()
+    assert await match(bench, make_blocks(8), strict=strict) == 0
+    assert sum(node.look_ups for node in bench.nodes) == 3
+
+
 async def test_the_load_of_many_runs_falls_on_all_nodes() -> None:
     bench, blocks = await stored(60, run=1)
     assert await match(bench, blocks) == 60
@@ -166,6 +173,19 @@ async def test_three_nodes_known_down_are_a_miss_at_once(strict: bool) -> None:
 async def test_three_nodes_that_turn_out_to_be_down_are_a_miss() -> None:
     bench, blocks = await stored(60, run=1)
     for index in (0, 5, 6):
+        bench.twins[index].down = "its disk fails"
+    assert await match(bench, blocks) == 0
+
+
+async def test_nodes_that_turn_out_to_be_down_count_for_runs_that_did_not_ask_them() -> None:
+    keys = make_blocks(400, run=1).keys
+    rotation = [rotation_of(placement_group(key)) for key in keys]
+    # The first block asks nodes 0, 4 and 8, which are well; the second one nodes 1, 5 and 9, which are down.
+    chosen = [keys[rotation.index(0)], keys[rotation.index(1)]]
+    bench = make_bench()
+    blocks = make_blocks(2, keys=chosen)
+    await bench.put(blocks)
+    for index in (1, 5, 9):
         bench.twins[index].down = "its disk fails"
     assert await match(bench, blocks) == 0
 

@@ -51,6 +51,23 @@ async def test_every_node_gets_its_shard_and_any_ten_make_the_block(shape: Block
     assert bench.counts("put_calls", "put_acked", "put_failed") == (1, 21, 0)
 
 
+async def test_padding_is_zeros_also_in_memory_that_was_used_before() -> None:
+    bench = make_bench()
+    await bench.put(make_blocks(30, seed=1, shape=BlockShape(6_400, (6_400,))))
+    shape = BlockShape(997, (500, 497))
+    blocks = make_blocks(30, seed=2, shape=shape)
+    await bench.put(blocks)
+    padded_shards = 0
+    for node in bench.nodes:
+        batch = node.batches[-1]
+        assert not batch.payload[:, shape.shard_bytes :].any()
+        for header, payload in zip(batch.headers, batch.payload, strict=True):
+            if parse_header(header.tobytes()).shard == 9:
+                assert not payload[997 - 9 * shape.shard_bytes :].any()
+                padded_shards += 1
+    assert padded_shards == 30
+
+
 async def test_pieces_change_nothing_about_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = make_blocks(50, run=7)
     whole, cut = make_bench(), make_bench()

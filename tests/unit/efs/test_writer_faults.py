@@ -139,6 +139,26 @@ async def test_one_hung_node_costs_the_grace_and_never_sees_the_reused_buffer() 
     assert bench.writer.staging.abandoned_bytes(8) == 0
 
 
+async def test_memory_of_a_write_whose_end_is_not_known_is_not_used_again() -> None:
+    bench = make_bench()
+    node = bench.nodes[8]
+    gate = node.put_gate = Gate()
+    node.gives_up = True
+    first = make_blocks(9, seed=1)
+    assert await bench.put(first) == PutReport(9, 0, 0, 9)
+    assert gate.held == 1
+    node.put_gate = None
+    bench.health.note_answer(8)
+    for seed in (2, 3):
+        assert await bench.put(make_blocks(9, seed=seed)) == PutReport(9, 0, 0, 0)
+    gate.release()
+    await node.all_done()
+    for key in first.keys:
+        (shards,) = sound_versions(bench.twins, key).values()
+        assert len(shards) == 12
+    assert_readable(bench, first)
+
+
 async def test_two_hung_nodes_and_the_put_is_not_acknowledged_even_when_it_completes_later() -> None:
     clock = FakeClock()
     bench = make_bench(clock)
@@ -146,8 +166,11 @@ async def test_two_hung_nodes_and_the_put_is_not_acknowledged_even_when_it_compl
     gates = [Gate(), Gate()]
     bench.nodes[1].put_gate, bench.nodes[2].put_gate = gates
     running = asyncio.create_task(bench.put(blocks, deadline_ms=1_000))
-    while not all(gate.held for gate in gates):
+    while not all(gate.held for gate in gates) or any(bench.records(key) < 10 for key in blocks.keys):
         await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    # Ten nodes have answered; the other two do so at the same moment, after the deadline.
     clock.advance(1.1)
     for gate in gates:
         gate.release()
@@ -178,6 +201,16 @@ async def test_a_hung_look_up_costs_the_grace() -> None:
     gate = bench.nodes[6].look_up_gate = Gate()
     assert await bench.put(make_blocks(3)) == PutReport(3, 0, 0, 0)
     assert gate.held == 1
+
+
+async def test_with_two_hung_look_ups_nothing_is_written_on_half_a_survey() -> None:
+    codec = SpyCodec()
+    bench = make_bench(codec=codec)
+    gate = bench.nodes[6].look_up_gate = bench.nodes[7].look_up_gate = Gate()
+    assert await bench.put(make_blocks(3), deadline_ms=150) == PutReport(0, 0, 3, 0)
+    assert gate.held == 2
+    assert codec.rows == 0
+    bench.assert_nothing_held()
 
 
 async def test_a_deadline_that_passes_while_encoding_acknowledges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
