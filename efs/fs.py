@@ -38,7 +38,15 @@ from efs.contract import ABSENT, Node
 from efs.errors import EfsError, InvalidArgument, StoreClosed
 from efs.health import Health, NodeState
 from efs.joining import JoiningNode
-from efs.limits import ACK_SHARDS, CLOSE_MS, HUNG_MS, INFO_DEADLINE_MS, KEY_BYTES, MAX_KEYS_PER_CALL, STRIPE_SHARDS
+from efs.limits import (
+    ACK_SHARDS,
+    CLOSE_MS,
+    INFO_DEADLINE_MS,
+    KEY_BYTES,
+    MAX_KEYS_PER_CALL,
+    STRIPE_SHARDS,
+    STUCK_AT_CLOSE_MS,
+)
 from efs.match import Matcher
 from efs.memory import flat_bytes
 from efs.mend import Mender
@@ -238,7 +246,7 @@ class FileSystem:
         try:
             await self._background.close()
             await self._writer.close()
-            await self.upkeep.close(HUNG_MS / 1000)
+            await self.upkeep.close(STUCK_AT_CLOSE_MS / 1000)
             await _close_nodes([node for node in self._nodes if node is not None])
         finally:
             self.counters.close()

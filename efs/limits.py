@@ -115,8 +115,11 @@ MIN_LAG_GRACE_MS: Final = 1.0
 MAX_LAG_GRACE_MS: Final = 250.0
 PUT_LAG_GRACE_MS: Final = 50.0
 """How long a put at eleven stored waits for the twelfth."""
-HUNG_MS: Final = 500.0
-"""A node whose oldest operation is this old is suspect: not asked first until it answers."""
+HUNG_MS: Final = 2_000.0
+"""A node whose oldest operation is this old is suspect: not asked until it answers. Lag graces hide it long before; an
+overloaded machine whose threads wait for a core must not lose three nodes to this."""
+STUCK_AT_CLOSE_MS: Final = 500.0
+"""A running operation of this age is not waited for when a store closes: the process must end within a second."""
 PROBE_BACKOFF_MS: Final = 250.0
 """A suspect node is tried again after this, doubling up to MAX_PROBE_BACKOFF_MS."""
 MAX_PROBE_BACKOFF_MS: Final = 8_000.0
