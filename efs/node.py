@@ -4,7 +4,7 @@ The parts: `nodedir` (files, identity, lock, boot record), `recovery` (opening),
 (threads, refusals), `lookups`, `nodereads`, `nodewriter`, `placer`, `verifier`. All memory belongs to the event loop's
 thread; the node's reader and writer threads run plain functions on data that was handed to them (`iothread`).
 
-*Closing* stops serving at once and waits for what is under way, but no longer than it takes to call an operation hung.
+*Closing* stops serving at once and waits for what is under way, but not for an operation older than STUCK_AT_CLOSE_MS.
 Then, if nothing hangs and nothing is owed, everything is synced and the boot record marked clean. Where an operation
 hangs, the node's files stay open and locked until the process ends: a thread is still inside them.
 """
@@ -25,7 +25,7 @@ from efs.errors import EfsError, InvalidArgument
 from efs.extent import SLOT_BITS, Geometry, ranges_of
 from efs.index import IndexEntry
 from efs.iothread import IoThread, pass_on
-from efs.limits import CLOSE_MS, HUNG_MS, MAX_KEYS_PER_CALL, STAMP_FLUSH_MS
+from efs.limits import CLOSE_MS, MAX_KEYS_PER_CALL, STAMP_FLUSH_MS, STUCK_AT_CLOSE_MS
 from efs.lookups import Lookups
 from efs.metrics import CounterFile
 from efs.nodedir import (
@@ -134,10 +134,11 @@ class DirectoryNode:
         threads = (self._guard.reader, self._guard.writer)
         give_up = asyncio.get_running_loop().time() + CLOSE_MS / 1000
         while any(thread.queued for thread in threads):
-            if any(thread.hung for thread in threads) or asyncio.get_running_loop().time() >= give_up:
+            stuck = any(thread.running_ms > STUCK_AT_CLOSE_MS for thread in threads)
+            if stuck or asyncio.get_running_loop().time() >= give_up:
                 return False
             for thread in threads:
-                await thread.drained(HUNG_MS / 1000 / 10)
+                await thread.drained(STUCK_AT_CLOSE_MS / 1000 / 10)
         return True
 
     async def _finish(self) -> bool:
@@ -145,7 +146,7 @@ class DirectoryNode:
         stuck."""
         state, writer = self._state, self._guard.writer
         for _ in range(len(state.owed_entries) + 1):
-            if self._guard.read_only is not None or not (state.owed_entries or state.owed_slots):
+            if self._guard.read_only is not None or not state.owes:
                 break
             settled = self._writer.submit(WriteJob(), lambda _: None)
             await asyncio.wait((settled,), timeout=CLOSE_MS / 1000)
