@@ -12,12 +12,12 @@ A put goes through these steps; the first two can end it before a byte is hashed
    by this process: dropping from under a running put would take shards that it has counted); where there is none, the
    block fails.
 5. *Writing.* One batch per node and piece, from private staging (`efs.staging`). A node has at most PUT_LANE_PIECES
-   pieces of a put under way. A single node that keeps the others waiting for PUT_LAG_GRACE_MS is left out of the rest
-   of the put; its blocks are at risk. A node that fails is left out too; when fewer than eleven are left, the rest
+   pieces of a put under way. A single node that keeps the others waiting for the lag grace (as long again as the put
+   has taken, PUT_LAG_GRACE_MS at least) is left out of the rest of the put; its blocks are at risk. A node that fails is left out too; when fewer than eleven are left, the rest
    fails.
 6. *Acknowledging.* A block is acknowledged when eleven nodes have said before the deadline that they hold its shard.
    The put returns when every block has twelve; or when no block waits for its eleventh and the twelfth has been given
-   PUT_LAG_GRACE_MS; or at the deadline. An answer after the deadline counts for nothing, even if the shard is stored.
+   the lag grace; or at the deadline. An answer after the deadline counts for nothing, even if the shard is stored.
 
 Crash and cancellation. There is no commit record: each node makes a record visible after its data, and a block is
 readable from ten shards on. A put that dies anywhere leaves fewer than ten shards of a block (invisible) or a whole
@@ -53,6 +53,7 @@ from efs.limits import (
     ACK_SHARDS,
     DATA_SHARDS,
     KEY_BYTES,
+    MAX_DEADLINE_MS,
     MAX_KEYS_PER_CALL,
     MAX_VERSIONS_PER_KEY,
     PUT_BUDGET_BYTES,
@@ -174,6 +175,7 @@ class _Put:
         self._shape = shape
         self._source: Bytes | None = blocks
         self._deadline = deadline
+        self._began = writer.clock.monotonic()
         self._keys = [item.key for item in items]
         self._fate = np.zeros(len(items), np.uint8)
         self._stored = np.zeros((len(items), STRIPE_SHARDS), np.bool_)
@@ -429,13 +431,19 @@ class _Put:
             seconds = self._deadline.left()
             others_idle = sum(not lane.writes for _, lane in open_lanes) == len(open_lanes) - 1
             if others_idle and len(open_lanes) > ACK_SHARDS:
-                idle_until = idle_until or Deadline.after_ms(self._writer.clock, PUT_LAG_GRACE_MS)
+                idle_until = idle_until or self._lag_grace()
                 if idle_until.passed():
                     full[0][1].open = False
                     self._abandon(*full[0])
                     return
                 seconds = min(seconds, idle_until.left())
             await self._wait(seconds)
+
+    def _lag_grace(self) -> Deadline:
+        """Until when one late node is waited for: as long again as the others took, and PUT_LAG_GRACE_MS at least."""
+        clock = self._writer.clock
+        elapsed_ms = (clock.monotonic() - self._began) * 1000
+        return Deadline.after_ms(clock, min(max(PUT_LAG_GRACE_MS, elapsed_ms), MAX_DEADLINE_MS))
 
     async def _settle(self) -> None:
         """Wait until no block can gain anything that is worth waiting for."""
@@ -452,7 +460,7 @@ class _Put:
             if not (undecided & (have < ACK_SHARDS) & (reachable >= ACK_SHARDS)).any():
                 if not (undecided & (have >= ACK_SHARDS)).any():
                     break
-                grace = grace or Deadline.after_ms(self._writer.clock, PUT_LAG_GRACE_MS)
+                grace = grace or self._lag_grace()
                 if grace.passed():
                     break
                 seconds = min(seconds, grace.left())
