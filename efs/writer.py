@@ -13,8 +13,8 @@ A put goes through these steps; the first two can end it before a byte is hashed
    block fails.
 5. *Writing.* One batch per node and piece, from private staging (`efs.staging`). A node has at most PUT_LANE_PIECES
    pieces of a put under way. A single node that keeps the others waiting for the lag grace (as long again as the put
-   has taken, PUT_LAG_GRACE_MS at least) is left out of the rest of the put; its blocks are at risk. A node that fails is left out too; when fewer than eleven are left, the rest
-   fails.
+   has taken, PUT_LAG_GRACE_MS at least) is left out of the rest of the put; its blocks are at risk. A node that fails
+   is left out too; when fewer than eleven are left, the rest fails.
 6. *Acknowledging.* A block is acknowledged when eleven nodes have said before the deadline that they hold its shard.
    The put returns when every block has twelve; or when no block waits for its eleventh and the twelfth has been given
    the lag grace; or at the deadline. An answer after the deadline counts for nothing, even if the shard is stored.
