@@ -46,6 +46,7 @@ from gdr.device import Device, device_for
 from gdr.errors import Aborted, EngineClosed, InvalidEngineArgument, PagesExhausted, RequestTooLarge, SwapInStalled
 from gdr.formats import KvFormat
 from gdr.limits import (
+    CLOSE_FLUSH_MS,
     FLUSH_WAIT_MS,
     HOST_POOL_BYTES,
     HOST_POOL_WAIT_MS,
@@ -110,7 +111,17 @@ class Engine:
         self._chunk = self.config.chunk_tokens or self.block_tokens
         if self._chunk % self.block_tokens:
             raise InvalidEngineArgument(f"chunk_tokens is {self._chunk}, must be a multiple of {self.block_tokens}")
-        block_bytes = namespace.layout.block_bytes
+        self._runner = LayerRunner(model, self.format, self.device, timeline=self.timeline)
+        try:
+            self._make_parts(store)
+        except BaseException:
+            self._runner.close()
+            raise
+        self._closed = False
+
+    def _make_parts(self, store: BlockStore) -> None:
+        """Memory and threads."""
+        block_bytes = self.namespace.layout.block_bytes
         self.pages = self.make_pages(self.config.pages or max(2, PAGE_POOL_BYTES // block_bytes))
         blocks = self.config.region_blocks or min(
             self.pages.pages, max(1, HOST_POOL_BYTES // self.config.host_regions // block_bytes)
@@ -123,8 +134,6 @@ class Engine:
             timeline=self.timeline, pool_wait_ms=self.config.host_pool_wait_ms,
             swap_in_wait_ms=self.config.swap_in_wait_ms,
         )
-        self._runner = LayerRunner(model, self.format, self.device, timeline=self.timeline)
-        self._closed = False
 
     def make_pages(self, pages: int) -> PagePool:
         return PagePool(self.device, self.namespace.layout.shape.segment_bytes, pages,
@@ -229,12 +238,15 @@ class Engine:
         return self.write_back is None or self.write_back.flush(wait_ms)
 
     def close(self) -> None:
-        """Take the hooks off the model, end the threads, free the memory; every wait is bounded. A second close does
-        nothing."""
+        """Take the hooks off the model, write back what is submitted, end the threads; every wait is bounded.
+
+        A second close does nothing.
+        """
         if self._closed:
             return
         self._closed = True
         self._runner.close()
+        self.flush(CLOSE_FLUSH_MS)
         self._loader.close()
         if self.write_back is not None:
             self.write_back.close()

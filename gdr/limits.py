@@ -42,6 +42,8 @@ SWAP_IN_WAIT_MS: Final = 30_000.0
 """How long a pass waits for one segment. Beyond the store's own deadlines only a hung device takes this long."""
 CLOSE_WAIT_MS: Final = 2_000.0
 """How long closing waits for each thread before it abandons it; the threads are daemons."""
+CLOSE_FLUSH_MS: Final = 10_000.0
+"""How long closing waits for write-backs: a put's own default deadline."""
 FLUSH_WAIT_MS: Final = 60_000.0
 """How long `flush` waits for write-backs."""
 

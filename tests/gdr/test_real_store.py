@@ -16,15 +16,18 @@ from efs.fs import FileSystem
 from efs.types import GetReport
 from gdr.device import CpuDevice
 from gdr.engine import Engine, EngineConfig
+from gdr.errors import Aborted
 from gdr.pinned import RegionState
 from kvstore.demo.damage import NothingToDamage, copy_store, flip_shard, remove_nodes
 from kvstore.store import BlockingKVStore, KVStore
 from tests.support.tinymodel import BLOCK, prompt, tiny_model, tiny_namespace
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.engines
 NEW = 64
 ATTEMPTS = 8
 BLOCKS = 6
+PAGES = 16
 TOKENS = prompt(BLOCKS * BLOCK + 5)
 CAPACITY = 64 * 1024 * 1024
 
@@ -74,7 +77,9 @@ def model() -> LlamaForCausalLM:
 def cold(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Cold:
     root = tmp_path_factory.mktemp("cold") / "store"
     FileSystem.init(str(root), CAPACITY)
-    with KVStore.blocking(str(root)) as store, Engine(model, store, tiny_namespace(model)) as engine:
+    with KVStore.blocking(str(root)) as store, Engine(
+        model, store, tiny_namespace(model), EngineConfig(pages=PAGES)
+    ) as engine:
         sequence = engine.prefill(TOKENS)
         assert sequence.loaded_blocks == 0
         assert sequence.prefilled_tokens == len(TOKENS)
@@ -82,7 +87,7 @@ def cold(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> C
         assert engine.flush()
         assert engine.counters.get("write_back_acked") == BLOCKS
     # Without write-back, so that the store keeps the prompt's blocks alone.
-    config = EngineConfig(load=False, write_back=False)
+    config = EngineConfig(pages=PAGES, load=False, write_back=False)
     with KVStore.blocking(str(root)) as store, Engine(model, store, tiny_namespace(model), config) as engine:
         sequence = engine.prefill(TOKENS)
         assert sequence.prefilled_tokens == len(TOKENS)
@@ -102,7 +107,7 @@ def root(cold: Cold, tmp_path: Path) -> Path:
 def run_warm(model: LlamaForCausalLM, root: Path, *, stream: bool = False, staged: bool = False,
              chunk_tokens: int = BLOCK, region_blocks: int = 0) -> Warm:
     """A warm run in an engine and a store of its own; everything must be free at its end."""
-    config = EngineConfig(stream=stream, write_back=False, staging_bytes=1, chunk_tokens=chunk_tokens,
+    config = EngineConfig(pages=PAGES, stream=stream, write_back=False, staging_bytes=1, chunk_tokens=chunk_tokens,
                           region_blocks=region_blocks)
     with KVStore.blocking(str(root)) as store:
         seen = Seen(store)
@@ -214,18 +219,49 @@ def test_a_block_with_two_rotten_shards_is_rebuilt_and_loaded(
     assert (report.corrupt, report.rebuilt, report.blocks, warm.loaded) == (2, 1, BLOCKS, BLOCKS)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("segment", [0, 1, 2])
+def test_an_abort_while_the_store_fetches_leaves_nothing_held(
+    model: LlamaForCausalLM, root: Path, segment: int, stream: bool
+) -> None:
+    class Aborting(Seen):
+        def get_into(self, *arguments: object, **named: object) -> GetReport:
+            passed_on = named.pop("on_segment")
+
+            def on_segment(index: int, leading: int) -> None:
+                if index == segment:
+                    aborts.append(index)
+                    sequence.abort()
+                passed_on(index, leading)  # type: ignore[operator]
+
+            return super().get_into(*arguments, on_segment=on_segment, **named)
+
+    aborts: list[int] = []
+    config = EngineConfig(pages=PAGES, stream=stream, write_back=False)
+    with KVStore.blocking(str(root)) as store, Engine(
+        model, Aborting(store), tiny_namespace(model), config
+    ) as engine:
+        sequence = engine.sequence(TOKENS)
+        with pytest.raises(Aborted):
+            engine.prefill(sequence)
+        assert aborts == [segment]
+        assert eventually(lambda: engine.pages.free == PAGES)
+        assert eventually(lambda: engine.host_pool.counts()[RegionState.FREE] == engine.config.host_regions)
+        assert engine.prefill(TOKENS[: 2 * BLOCK]).loaded_blocks in (0, 1)  # The store and the engine go on.
+
+
 def test_a_conversation_goes_on_from_blocks_that_decoding_made(model: LlamaForCausalLM, tmp_path: Path) -> None:
     root = tmp_path / "store"
     FileSystem.init(str(root), CAPACITY)
     with KVStore.blocking(str(root)) as store:
-        with Engine(model, store, tiny_namespace(model)) as engine:
+        with Engine(model, store, tiny_namespace(model), EngineConfig(pages=PAGES)) as engine:
             first = engine.prefill(TOKENS)
             engine.decode(first, 3 * BLOCK)
             engine.finish(first)
             assert engine.flush()
             stored = (len(TOKENS) + 3 * BLOCK - 1) // BLOCK
             assert engine.counters.get("write_back_acked") == stored
-        with Engine(model, store, tiny_namespace(model)) as engine:
+        with Engine(model, store, tiny_namespace(model), EngineConfig(pages=PAGES)) as engine:
             turn = engine.prefill([*first.tokens, *prompt(BLOCK, seed=9)])
             assert turn.loaded_blocks == stored
             assert turn.prefilled_tokens == len(turn.tokens) - stored * BLOCK

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from gdr.counters import Counters
 from gdr.device import CpuDevice, Device
 from gdr.engine import Engine, EngineConfig
 from gdr.errors import EngineClosed, InvalidEngineArgument, PagesExhausted, RequestTooLarge
@@ -366,3 +368,40 @@ def test_closing_takes_the_hooks_off_the_model(model: LlamaForCausalLM, store: M
     engine.close()
     engine.close()
     assert (len(layer._forward_pre_hooks), len(layer._forward_hooks)) == before
+
+
+def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(model: LlamaForCausalLM) -> None:
+    class NoMemory(CpuDevice):
+        def allocate(self, shape: object) -> torch.Tensor:
+            raise MemoryError("injected")
+
+    layer = model.model.layers[0]
+    before = len(layer._forward_pre_hooks)
+    with pytest.raises(MemoryError):
+        make_engine(model, MemoryBlockStore(), device=NoMemory())
+    assert len(layer._forward_pre_hooks) == before
+    with pytest.raises(InvalidEngineArgument, match="the model has 2 layers, the layout 3"):
+        Engine(tiny_model(layers=2), MemoryBlockStore(), tiny_namespace(model))
+
+
+def test_closing_writes_back_what_was_submitted(model: LlamaForCausalLM, store: MemoryBlockStore) -> None:
+    arrived = threading.Event()
+
+    def slow(verb: str) -> None:
+        if verb == "put":
+            arrived.wait(0.05)
+
+    store.before = slow
+    with make_engine(model, store) as engine:
+        engine.finish(engine.prefill(prompt(20 * BLOCK)))
+    assert len(store.blocks) == 20
+
+
+def test_a_count_that_does_not_exist_cannot_be_raised_or_read() -> None:
+    counters = Counters()
+    counters.add("copies", 2)
+    assert counters.get("copies") == counters.snapshot()["copies"] == 2
+    with pytest.raises(KeyError):
+        counters.add("copys")
+    with pytest.raises(KeyError):
+        counters.get("copys")
