@@ -26,8 +26,9 @@ ORDER: Final = {
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
         contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate lookups
         nodereads placer nodewriter recovery verifier node cluster hedge pinning scratch target unitread examine
-        fetch reader joining health ask pieces staging survey writer pace listing sweep findings indexprobe nodeview storeview verdict
-        warmth stripecheck tablecheck fsck background match memory stripe mend rebuild repair progress scrub upkeep fs
+        fetch reader joining health ask pieces staging survey writer pace listing sweep findings indexprobe nodeview
+        storeview verdict warmth stripecheck tablecheck fsck background match memory stripe mend rebuild repair
+        progress scrub upkeep fs replace culprit fsckrepair
     """,
     "kvstore": """
         config tenants buffers layout keys hit loopthread store bench connectors demo machine traces
@@ -403,12 +404,15 @@ def test_links_in_documents_resolve() -> None:
 def test_files_and_tests_that_documents_name_exist() -> None:
     named = re.compile(r"`((?:efs|kvstore|gdr|tools|tests|docs)/[\w./-]+\.\w+)(?:::(\w+))?`")
     wrong = []
+    defined = set(re.findall(r"def (test_\w+)\(", "\n".join(file.read_text() for file in ROOT.glob("tests/**/*.py"))))
     for path in (path for path in text_files() if path.suffix == ".md"):
         for name, test in named.findall(path.read_text()):
             if not (ROOT / name).is_file():
                 wrong.append(f"{path.relative_to(ROOT)}: {name} does not exist")
             elif test and not re.search(rf"\b(def|class) {test}\b", (ROOT / name).read_text()):
                 wrong.append(f"{path.relative_to(ROOT)}: {name} has no {test}")
+        wrong += [f"{path.relative_to(ROOT)}: there is no {test}"
+                  for test in re.findall(r"`(test_\w+)`", path.read_text()) if test not in defined]
     assert wrong == []
 
 
