@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from efs.fs import FileSystem
+from kvstore import BlockLayout, KVStore, Namespace
 from kvstore.demo.damage import (
     NothingToDamage,
     copy_store,
     disk_bytes,
     flip_byte,
+    flip_shard,
     node_path,
     remove_nodes,
     replace_store,
 )
+from kvstore.demo.steps import flips
 
 MIB = 1 << 20
 
@@ -78,3 +82,36 @@ def test_a_flip_behind_the_end_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"abc")
     with pytest.raises(NothingToDamage, match="no byte 3"):
         flip_byte(path, 3)
+
+
+def test_a_flipped_shard_is_found_corrupt_by_the_next_fetch(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    FileSystem.init(str(root), 64 * MIB)
+    layout = BlockLayout.per_layer([5_000, 7_000], format="test", dtype="bytes", block_tokens=4)
+    chain = Namespace(model="m", weights="w", layout=layout).chain(list(range(20)))
+    blocks = os.urandom(len(chain) * layout.block_bytes)
+    with KVStore.blocking(str(root)) as store:
+        assert store.put(chain, blocks).acked == 5
+
+    for flip in flips(chain.keys):
+        flip_shard(root, flip.node, chain[flip.block], flip.shard)
+
+    out = bytearray(len(blocks))
+    with KVStore.blocking(str(root)) as store:
+        report = store.get_into(chain, out)
+    assert (report.blocks, report.corrupt, report.rebuilt) == (5, 2, 2)
+    assert layout.from_segments(out).tobytes() == blocks
+
+
+def test_a_shard_that_is_not_there_cannot_be_damaged(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    FileSystem.init(str(root), 64 * MIB)
+    layout = BlockLayout.opaque(12_000, 4)
+    chain = Namespace(model="m", weights="w", layout=layout).chain(list(range(8)))
+    with KVStore.blocking(str(root)) as store:
+        store.put(chain[:1], bytes(layout.block_bytes))
+    here = flips(chain.keys)[0]
+    with pytest.raises(NothingToDamage, match=f"does not hold shard {here.shard + 1}"):
+        flip_shard(root, here.node, chain[0], here.shard + 1)
+    with pytest.raises(NothingToDamage, match="does not hold shard"):
+        flip_shard(root, here.node, chain[1], here.shard)
