@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.options import JsonOption, terminal_of
+from kvstore.demo.source import require_extras
 
 _HELP = """Prefill a real model cold and warm, and draw what ran when: fetch, copy, compute.
 
@@ -55,6 +56,7 @@ def demo(
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
+    require_extras()
     from gdr.demo import run  # Lazily: see the module docstring.
 
     terminal = terminal_of(context, as_json)

@@ -58,7 +58,7 @@ from gdr.limits import (
 from gdr.pagedcache import PagedCache
 from gdr.pages import Allocation, PagePool
 from gdr.pinned import PinnedPool
-from gdr.prefix import BlockStore, PrefixLoader, PrefixShortened
+from gdr.prefix import BlockStore, PrefixLoad, PrefixLoader, PrefixShortened
 from gdr.runner import LayerRunner
 from gdr.sequence import Phase, Sequence
 from gdr.swapin import SwapIn
@@ -299,7 +299,7 @@ class Engine:
         """Pages for all that must have KV; the compute stream waits for their last users. PagesExhausted."""
         target = self._take_pages(self._blocks_for(sequence.reached))
         sequence.pages = list(target.pages)
-        sequence.cache = PagedCache(self.pages, self.format, sequence.pages)
+        sequence.cache = PagedCache(self.device, self.pages, self.format, sequence.pages)
         return target
 
     def _make_room(self, sequence: Sequence, tokens: int) -> None:
@@ -326,8 +326,6 @@ class Engine:
             self._rewind(sequence, blocks * self.block_tokens)
             try:
                 self._prefill_from(sequence, blocks * self.block_tokens)
-                if load is not None:
-                    load.confirm(stream)
                 break
             except PrefixShortened as error:
                 _LOG.warning("%s: the pass is abandoned and run again", error)
@@ -345,21 +343,27 @@ class Engine:
 
     def _prefill_from(self, sequence: Sequence, start: int) -> None:
         """The prompt in aligned chunks; what a preempted sequence had generated one by one, as it was at first."""
-        position = start
+        load, position = sequence.load, start
         while position < sequence.reached:
             if position < sequence.prompt_length:
                 stop = min((position // self._chunk + 1) * self._chunk, sequence.prompt_length)
             else:
                 stop = position + 1
                 self.counters.add("replayed_tokens")
-            self._feed(sequence, position, stop)
+            self._feed(sequence, position, stop, load)
             position = stop
+            if load is not None:
+                # The first chunk has passed every gate: what it was promised is settled, or nearly so.
+                load.confirm(self.device.compute_stream())
+                load = None
+        if load is not None:
+            load.confirm(self.device.compute_stream())
 
-    def _feed(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Compute KV and logits of tokens [start, stop)."""
+    def _feed(self, sequence: Sequence, start: int, stop: int, load: PrefixLoad | None = None) -> None:
+        """Compute KV and logits of tokens [start, stop), behind the swap-in of `load`."""
         if sequence.cache is None:
             raise InvalidEngineArgument("the sequence has no pages")
-        sequence.logits = self._runner.run(sequence.cache, sequence.tokens[start:stop], sequence.load, sequence.aborted)
+        sequence.logits = self._runner.run(sequence.cache, sequence.tokens[start:stop], load, sequence.aborted)
         sequence.kv_length = stop
 
     def _store_full_blocks(self, sequence: Sequence) -> None:

@@ -13,11 +13,13 @@ The caller provides pages for every token before it runs a pass, and makes its s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from gdr.device import Device
 from gdr.errors import InvalidEngineArgument
 from gdr.formats import KvFormat
 from gdr.pages import Page, PagePool
@@ -43,7 +45,7 @@ class PagedLayer(CacheLayerMixin):
         """Keys and values (1, heads, new tokens, head size) in; those of all tokens up to here out."""
         start, new = self._owner.length, key_states.shape[2]
         self._write(start, key_states[0], value_states[0])
-        both = self._read(start + new)
+        both = self._owner.gather(self._kv, start + new)
         return both[0].unsqueeze(0), both[1].unsqueeze(0)
 
     def _write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -58,14 +60,6 @@ class PagedLayer(CacheLayerMixin):
             self._kv[page, 1, :, offset : offset + count].copy_(values[:, at : at + count])
             position += count
 
-    def _read(self, length: int) -> torch.Tensor:
-        """(2, heads, length, head size). One concatenation: 18 times faster than an indexed gather on a CPU."""
-        tokens = self._kv.shape[3]
-        parts = [self._kv[page.index] for page in self._owner.table[: -(-length // tokens)]]
-        if length % tokens:
-            parts[-1] = parts[-1][:, :, : length % tokens]
-        return torch.cat(parts, dim=2)
-
     def get_seq_length(self) -> int:
         return self._owner.length
 
@@ -79,10 +73,12 @@ class PagedLayer(CacheLayerMixin):
 class PagedCache(Cache):
     """The cache of one sequence; `table` is its block table, shared with the owner of the sequence."""
 
-    def __init__(self, pool: PagePool, kv_format: KvFormat, table: list[Page]) -> None:
+    def __init__(self, device: Device, pool: PagePool, kv_format: KvFormat, table: list[Page]) -> None:
         self.table = table
         self.length = 0
+        self._device = device
         self._tokens = kv_format.tokens
+        self._rows = torch.empty(0, dtype=torch.int64)
         super().__init__(layers=[PagedLayer(self, kv_format.view(storage)) for storage in pool.storage])
 
     def advance(self, tokens: int) -> None:
@@ -94,3 +90,29 @@ class PagedCache(Cache):
     def rewind(self, length: int) -> None:
         """Hold the first `length` tokens from here on: those of a loaded prefix, or none."""
         self.length = length
+
+    def gather(self, kv: torch.Tensor, length: int) -> torch.Tensor:
+        """The first `length` tokens of one layer as (2, heads, length, head size)."""
+        pages = -(-length // self._tokens)
+        if self._device.torch_device.type == "cpu":
+            return concatenated(kv, [page.index for page in self.table[:pages]], length)
+        if len(self._rows) != len(self.table):
+            self._rows = self._device.integers([page.index for page in self.table], self._device.compute_stream())
+        return indexed(kv, self._rows[:pages], length)
+
+
+def concatenated(kv: torch.Tensor, pages: Sequence[int], length: int) -> torch.Tensor:
+    """Pages (pages, 2, heads, tokens, size) in table order as (2, heads, length, size).
+
+    One concatenation of views: 18 times faster than an index on a CPU.
+    """
+    parts = [kv[page] for page in pages]
+    if length % kv.shape[3]:
+        parts[-1] = parts[-1][:, :, : length % kv.shape[3]]
+    return torch.cat(parts, dim=2)
+
+
+def indexed(kv: torch.Tensor, rows: torch.Tensor, length: int) -> torch.Tensor:
+    """The same by an index, whose cost in calls does not grow with the number of pages: for a GPU."""
+    taken = kv.index_select(0, rows).permute(1, 2, 0, 3, 4)
+    return taken.reshape(2, kv.shape[2], -1, kv.shape[4])[:, :, :length]

@@ -19,11 +19,13 @@ Invariant: free + leased + draining = regions, at every moment.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import logging
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from enum import Enum
 from typing import Final
@@ -50,7 +52,7 @@ class RegionState(Enum):
 class _Region:
     """Bookkeeping of one region; guarded by the pool's lock."""
 
-    __slots__ = ("fences", "generation", "index", "locked", "state", "touched")
+    __slots__ = ("fences", "generation", "index", "state", "touched")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -58,7 +60,6 @@ class _Region:
         self.generation = 0
         self.fences: tuple[Event, ...] = ()
         self.touched = False
-        self.locked = False
 
 
 class Lease:
@@ -98,6 +99,10 @@ class PinnedPool:
         self.lock_errors: list[str] = []
         self._map = _sealed_memory(self.region_bytes * regions)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._locked: list[int] = []
+        # A pool that is forgotten instead of closed must not be unmapped while it is page-locked.
+        self._forgotten = weakref.finalize(self, _unlock, device, self._locked, self._map)
+        self._forgotten.atexit = False
         self._toucher = threading.Thread(target=self._prepare, name="gdr-pretouch", daemon=True)
         self._toucher.start()
 
@@ -134,7 +139,7 @@ class PinnedPool:
     @property
     def locked_regions(self) -> int:
         with self._changed:
-            return sum(region.locked for region in self._regions)
+            return len(self._locked)
 
     def close(self) -> bool:
         """Stop the background work, wait bounded for copies, unlock, unmap. False when something still used the memory.
@@ -149,15 +154,12 @@ class PinnedPool:
         quiet = self.wait_prepared(CLOSE_WAIT_MS) and self._wait_drained()
         if not quiet:
             _LOG.warning("host pool closed while in use; its memory stays mapped")
+            # Nothing else need refer to this pool any more, and its memory must not go before the process does.
+            atexit.register(_LOG.debug, "%s was left mapped", self)
             return False
-        for region in self._regions:
-            if region.locked:
-                try:
-                    self._device.unregister(self._address(region.index))
-                except DeviceError as error:
-                    _LOG.warning("%s; the memory stays mapped", error)
-                    return False
-                region.locked = False
+        self._forgotten.detach()
+        if not _unlock(self._device, self._locked, self._map):
+            return False
         del self._bytes
         try:
             self._map.close()
@@ -234,10 +236,22 @@ class PinnedPool:
                 _LOG.warning("host region %d works without page lock: %s", region.index, error)
                 self.lock_errors.append(str(error))
             else:
-                region.locked = True
+                self._locked.append(self._address(region.index))
             with self._changed:
                 region.touched = True
                 self._changed.notify_all()
+
+
+def _unlock(device: Device, locked: list[int], memory: mmap.mmap) -> bool:
+    """Undo the page locks of `memory`, which this call keeps mapped; False when the device refused one."""
+    while locked:
+        try:
+            device.unregister(locked[-1])
+        except DeviceError as error:
+            _LOG.warning("%s; the memory stays mapped", error)
+            return False
+        locked.pop()
+    return not memory.closed
 
 
 def _sealed_memory(size: int) -> mmap.mmap:

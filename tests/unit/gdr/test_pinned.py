@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 import threading
@@ -152,6 +153,16 @@ def test_every_region_is_page_locked_on_its_own_and_unlocked_before_it_is_unmapp
     assert device.registered == {}
     assert device.calls["unregister"] == 3
     assert pool._map.closed
+
+
+def test_a_pool_that_is_forgotten_is_unlocked_all_the_same() -> None:
+    device = FakeDevice()
+    pool = PinnedPool(device, REGION, 2)
+    assert pool.wait_prepared(10_000)
+    assert len(device.registered) == 2
+    del pool
+    gc.collect()
+    assert device.registered == {}
 
 
 def test_a_refused_page_lock_costs_speed_and_nothing_else() -> None:

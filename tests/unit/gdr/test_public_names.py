@@ -35,3 +35,15 @@ def test_the_command_is_registered_without_importing_torch() -> None:
         "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT, timeout=60)
+
+
+def test_the_command_names_what_is_missing_where_torch_is_not_installed() -> None:
+    check = (
+        "import sys, types; sys.modules['torch'] = None\n"
+        "from gdr.cli import demo\n"
+        "from kvstore.demo.source import MissingExtra\n"
+        "try:\n    demo(None)\n"
+        "except MissingExtra as missing:\n    assert 'torch' in str(missing) and missing.exit_code == 2\n"
+        "else:\n    raise SystemExit('no error')\n"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT, timeout=60)
