@@ -36,7 +36,7 @@ import os
 import random
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from efs.errors import (
@@ -175,6 +175,16 @@ def _render(config: StoreConfig) -> bytes:
     for path, node_id in zip(config.node_paths, config.node_ids, strict=True):
         lines += ["", "[[node]]", f"path = {json.dumps(path, ensure_ascii=False)}", f'id = "{node_id}"']
     return ("\n".join(lines) + "\n").encode()
+
+
+def write_store_config(io: Io, root: str, config: StoreConfig) -> None:
+    """Replace store.toml. Paths below the root are written relative to it. OpenFailed names the file."""
+    inside = root.rstrip(os.sep) + os.sep
+    paths = tuple(path.removeprefix(inside) for path in config.node_paths)
+    try:
+        replace_file(io, root, STORE_FILE, _render(replace(config, node_paths=paths)))
+    except OSError as error:
+        raise OpenFailed(os.path.join(root, STORE_FILE), error) from error
 
 
 def read_store_config(io: Io, root: str) -> StoreConfig:

@@ -209,3 +209,13 @@ def sync_directory(io: Io, path: str) -> None:
         io.fsync(fd)
     finally:
         io.close(fd)
+
+
+def remove_tree(io: Io, path: str) -> None:
+    """Remove a file, a link, or a directory with everything in it, following no link. OSError."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        for name in io.listdir(path):
+            remove_tree(io, os.path.join(path, name))
+        os.rmdir(path)
+    else:
+        io.unlink(path)

@@ -72,6 +72,10 @@ class Upkeep:
         self._syncing_now = asyncio.Lock()
         self.progress = progress
 
+    def node(self, node_index: int) -> Node | None:
+        """A node, also one behind a gate."""
+        return self._nodes[node_index]
+
     # -- on demand
 
     async def repair(self, *, after: bytes | None = None, max_seconds: float | None = None, grace_ms: int = 0,

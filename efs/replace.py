@@ -1,0 +1,157 @@
+"""Replacing a node: an empty directory takes the place of one that is lost, and is filled from the other eleven.
+
+Steps, each of them durable before the next one begins, so that a kill anywhere is continued by the next call:
+
+1. The root notes which node is being made, under which new id, and that it is syncing (`efs/progress.py`).
+2. store.toml names the new id and, if it moved, the new path. From here on the old directory is refused wherever it
+   turns up, and until the new one is complete the store opens without the node.
+3. The directory is made, node.toml last. What an interrupted making left in it, and nothing else, is removed first.
+4. The note that it is being made goes; the one that it is syncing stays.
+5. The store is opened and the node synced (`efs/upkeep.py`), from the key that was reached, until it joins. If that is
+   interrupted, any later owner goes on with it in the background.
+
+Only an absent or empty directory is taken. A node that is there and belongs to the store is never replaced in its
+place: move it away first. The sizes of the new node are those of the others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, replace
+from typing import Final
+
+from efs.cluster import StoreConfig, absent_because, read_store_config, write_store_config
+from efs.errors import IdentityMismatch, InvalidArgument, OpenFailed, StoreExists
+from efs.limits import DATA_SHARDS, STRIPE_SHARDS
+from efs.nodedir import (
+    BOOT_FILE,
+    INDEX_DIRECTORY,
+    NODE_FILE,
+    SLABS_DIRECTORY,
+    STAMPS_DIRECTORY,
+    NodeConfig,
+    NodePlace,
+    NodePlan,
+    OwnerLock,
+    create_directory,
+    machine_boot_id,
+    read_config,
+)
+from efs.osio import Io, remove_tree
+from efs.progress import Progress, read_progress, write_progress
+
+OWN_NAMES: Final = frozenset({SLABS_DIRECTORY, STAMPS_DIRECTORY, INDEX_DIRECTORY, BOOT_FILE, BOOT_FILE + ".new",
+                              NODE_FILE + ".new"})
+"""What an interrupted making leaves in a directory that has no node.toml yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A node that is ready to be synced. resumed: it had been replaced before and was not up to date yet."""
+
+    node_index: int
+    path: str
+    node_id: str
+    resumed: bool
+
+
+def prepare_node(io: Io, root: str, node_index: int, path: str | None = None,
+                 source: random.Random | None = None) -> Prepared:
+    """Steps 1 to 4 for a store that nobody owns.
+
+    path: of the new directory, None for the old place. InvalidArgument for a node or path that cannot be meant, when
+    the node is there and in use, or when fewer than ten others are there to rebuild from; StoreExists for a directory
+    that is not empty; Locked when somebody owns the store; OpenFailed names what could not be written.
+    """
+    if not 0 <= node_index < STRIPE_SHARDS:
+        raise InvalidArgument(f"no node has index {node_index}, must be 0 to {STRIPE_SHARDS - 1}")
+    root = os.path.abspath(root)
+    lock = OwnerLock.take(io, root)
+    try:
+        return _prepare(io, root, node_index, path, source or random.SystemRandom())
+    finally:
+        lock.release()
+
+
+def _prepare(io: Io, root: str, index: int, path: str | None, source: random.Random) -> Prepared:
+    config, progress = read_store_config(io, root), read_progress(io, root)
+    place = os.path.abspath(config.node_paths[index] if path is None else path)
+    _check_path(config, index, place)
+    same = place == os.path.abspath(config.node_paths[index])
+    making = progress.making.get(index) if same else None
+    if absent_because(place) is None:
+        found = read_config(io, place)
+        ours = found.place == NodePlace(config.cluster_id, 0, index) and found.node_id == config.node_ids[index]
+        if not (ours and same):
+            raise StoreExists(place)
+        if index not in progress.syncing:
+            raise InvalidArgument(f"node {index} is at {place} and in use: move the directory away to replace it")
+        _note_made(io, root, progress, index)
+        return Prepared(index, place, found.node_id, True)
+    _require_ours(io, place, making is not None)
+    plan = _plan_of_others(io, config, index)
+    node_id = making if making is not None else f"{source.getrandbits(128):032x}"
+    progress = replace(progress, syncing={**progress.syncing, index: None}, making={**progress.making, index: node_id})
+    write_progress(io, root, progress)
+    write_store_config(io, root, _with_node(config, index, place, node_id))
+    _make(io, place, NodePlace(config.cluster_id, 0, index), node_id, plan)
+    _note_made(io, root, progress, index)
+    return Prepared(index, place, node_id, making is not None)
+
+
+def _check_path(config: StoreConfig, index: int, place: str) -> None:
+    if not place.isprintable():
+        raise InvalidArgument(f"the path {place!r} has characters that store.toml cannot hold")
+    real = os.path.realpath(place)
+    for other, path in enumerate(config.node_paths):
+        there = os.path.realpath(path)
+        if other != index and os.path.commonpath((there, real)) in (there, real):
+            raise InvalidArgument(f"{place} cannot be node {index}: node {other} is at {path}")
+
+
+def _require_ours(io: Io, place: str, begun: bool) -> None:
+    """StoreExists unless the place is absent, or empty, or holds only what an earlier making of ours left."""
+    try:
+        if os.path.lexists(place) and (os.path.islink(place) or not os.path.isdir(place)
+                                       or set(io.listdir(place)) - (OWN_NAMES if begun else frozenset())):
+            raise StoreExists(place)
+    except OSError as error:
+        raise OpenFailed(place, error) from error
+
+
+def _plan_of_others(io: Io, config: StoreConfig, index: int) -> NodePlan:
+    """The sizes of the nodes that are there. InvalidArgument when they are too few to rebuild from."""
+    found: list[NodeConfig] = []
+    for other, path in enumerate(config.node_paths):
+        if other != index and absent_because(path) is None:
+            found.append(read_config(io, path))
+            if found[-1].node_id != config.node_ids[other]:
+                raise IdentityMismatch(path, "node id", found[-1].node_id, config.node_ids[other])
+    if len(found) < DATA_SHARDS:
+        raise InvalidArgument(f"only {len(found)} other nodes are there, {DATA_SHARDS} are needed to rebuild one")
+    return found[0].plan
+
+
+def _with_node(config: StoreConfig, index: int, path: str, node_id: str) -> StoreConfig:
+    paths, ids = list(config.node_paths), list(config.node_ids)
+    paths[index], ids[index] = path, node_id
+    return replace(config, node_paths=tuple(paths), node_ids=tuple(ids))
+
+
+def _make(io: Io, place: str, where: NodePlace, node_id: str, plan: NodePlan) -> None:
+    try:
+        if os.path.lexists(place):
+            for name in io.listdir(place):
+                remove_tree(io, os.path.join(place, name))
+        elif not os.path.isdir(os.path.dirname(place)):
+            raise OpenFailed(place, FileNotFoundError(2, "the directory above it is not there"))
+    except OSError as error:
+        raise OpenFailed(place, error) from error
+    create_directory(io, place, where, node_id, plan, machine_boot_id())
+
+
+def _note_made(io: Io, root: str, progress: Progress, index: int) -> None:
+    if index in progress.making:
+        left = {other: node_id for other, node_id in progress.making.items() if other != index}
+        write_progress(io, root, replace(progress, making=left))
