@@ -98,13 +98,19 @@ class Filling:
         self._templates: Bytes | None = None
         sizes = [len(group.blocks) for group in piece.groups]
         self._first_row = np.concatenate(([0], np.cumsum(sizes))).tolist()
+        # By node: where each group's rows begin, and for each row the piece's row and the shard that it is.
         self._start: list[dict[int, int]] = []
+        self._row: list[Rows] = []
+        self._shard: list[NDArray[np.uint8]] = []
+        group_of_row = np.repeat(np.arange(len(sizes)), sizes)
+        rotation = np.array([group.rotation for group in piece.groups], np.int64)[group_of_row]
         for node_index in range(STRIPE_SHARDS):
-            starts, position = {}, 0
-            for at in piece.node_order(node_index):
-                starts[at] = position
-                position += sizes[at]
-            self._start.append(starts)
+            order = piece.node_order(node_index)
+            ends = np.cumsum([sizes[at] for at in order])
+            self._start.append(dict(zip(order, [0, *ends.tolist()], strict=False)))
+            row = np.concatenate([np.arange(self._first_row[at], self._first_row[at + 1]) for at in order])
+            self._row.append(row)
+            self._shard.append(((node_index - rotation[row]) % STRIPE_SHARDS).astype(np.uint8))
 
     def fill(self, source: Bytes, codec: Codec) -> Iterator[None]:
         """Hash, copy and encode everything; yields between slices."""
@@ -167,8 +173,7 @@ class Filling:
 
     def row_of(self, node_index: int) -> Rows:
         """(rows,) the piece's row that each of the node's rows is."""
-        ranges = [np.arange(self._first_row[at], self._first_row[at + 1]) for at in self.piece.node_order(node_index)]
-        return np.concatenate(ranges)
+        return self._row[node_index]
 
     def payload(self, node_index: int) -> Bytes:
         """(rows, slot_bytes), a view of the node's buffer."""
@@ -177,8 +182,4 @@ class Filling:
     def headers(self, node_index: int) -> Bytes:
         """(rows, H) headers in the node's order; `describe` comes first."""
         assert self._templates is not None
-        order = self.piece.node_order(node_index)
-        shards = np.concatenate([
-            np.full(len(self.piece.groups[at].blocks), (node_index - self.piece.groups[at].rotation) % STRIPE_SHARDS,
-                    np.uint8) for at in order])
-        return finish_headers(self._templates[self.row_of(node_index)], shards, self._hashes[node_index])
+        return finish_headers(self._templates[self._row[node_index]], self._shard[node_index], self._hashes[node_index])
