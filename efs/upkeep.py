@@ -31,10 +31,12 @@ from efs.iothread import IoThread, QueueFull, ThreadClosed, pass_on
 from efs.joining import JoiningNode
 from efs.limits import (
     HOLLOW_GRACE_MS,
+    PLACEMENT_GROUPS,
     REPAIR_GRACE_MS,
     REPAIR_STEPS_PER_SECOND,
     SCRUB_EVERY_MS,
     SCRUB_STEPS_PER_SECOND,
+    STRIPE_SHARDS,
     SWEEP_PAGES_PER_SECOND,
     SYNC_PASSES,
     SYNC_RETRY_MS,
@@ -43,6 +45,7 @@ from efs.limits import (
 from efs.metrics import CounterFile
 from efs.osio import Io
 from efs.pace import Pace, Traffic
+from efs.placement import placement_group
 from efs.progress import Cursor, Progress, write_progress
 from efs.repair import Repair, RepairReport
 from efs.scrub import Scrub, ScrubReport
@@ -67,6 +70,7 @@ class Upkeep:
         self._traffic = traffic
         self._io = io
         self._root = root
+        self._running: Repair | None = None
         self._thread: IoThread | None = None
         self._saved_at = clock.monotonic()
         self._syncing_now = asyncio.Lock()
@@ -81,7 +85,7 @@ class Upkeep:
     async def repair(self, *, after: bytes | None = None, max_seconds: float | None = None, grace_ms: int = 0,
                      per_second: int | None = None) -> RepairReport:
         """One repair (see `efs.repair.Repair.run`). per_second: steps, None for as many as there is time for."""
-        return await self._repair(grace_ms, per_second).run(after=after, max_seconds=max_seconds)
+        return await self._begin(grace_ms, per_second).run(after=after, max_seconds=max_seconds)
 
     async def repair_keys(self, keys: Sequence[bytes]) -> RepairReport:
         """Repair these keys now."""
@@ -103,6 +107,13 @@ class Upkeep:
         pace = Pace(self._traffic, per_second)
         sweep = Sweep(self._nodes, self._health, self._counters, self._clock, pace, purged=purged, grace_ms=grace_ms)
         return await sweep.run()
+
+    @property
+    def share_done(self) -> float:
+        """How far the repair, sync or scrub that runs now has come, 0 to 1."""
+        if self._running is None or self._running.reached is None:
+            return self.progress.scrub.node / STRIPE_SHARDS if self._running is None else 0.0
+        return placement_group(self._running.reached) / PLACEMENT_GROUPS
 
     @property
     def syncing(self) -> tuple[int, ...]:
@@ -130,7 +141,7 @@ class Upkeep:
             return report
 
     async def _sync_pass(self, joining: Sequence[int], after: bytes | None, per_second: int | None) -> RepairReport:
-        repair = self._repair(0, per_second)
+        repair = self._begin(0, per_second)
         run = asyncio.create_task(repair.run(after=after))
         try:
             while not run.done():
@@ -156,6 +167,10 @@ class Upkeep:
     def _repair(self, grace_ms: int, per_second: int | None) -> Repair:
         return Repair(self._nodes, self._health, self._codec, self._counters, self._clock,
                       Pace(self._traffic, per_second), grace_ms=grace_ms)
+
+    def _begin(self, grace_ms: int, per_second: int | None) -> Repair:
+        self._running = self._repair(grace_ms, per_second)
+        return self._running
 
     # -- in the background
 

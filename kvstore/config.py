@@ -12,6 +12,7 @@ that names setting and source.
     match_deadline_ms   number    1000           default deadline of match
     put_deadline_ms     number    10000          default deadline of put
     mapped              yes/no    no             read slabs through memory maps (a failing disk then ends the process)
+    scrub               yes/no    no             read and check the whole store in the background, round after round
     capacity            size      none           raw bytes of a new store over all its nodes (`kvstore init`)
     durability          word      process        what an acknowledgement promises: process or power (`kvstore init`)
     extent_bytes        size      none           bytes of an extent of a new store; none: chosen from the capacity
@@ -82,6 +83,7 @@ class Config:
     match_deadline_ms: float = MATCH_DEADLINE_MS
     put_deadline_ms: float = PUT_DEADLINE_MS
     mapped: bool = False
+    scrub: bool = False
     capacity: int | None = None
     durability: str = "process"
     extent_bytes: int | None = None
@@ -193,6 +195,7 @@ KINDS: Final[Mapping[str, tuple[Callable[[object, str], Value], str]]] = {
     "match_deadline_ms": (_milliseconds, "default deadline of match"),
     "put_deadline_ms": (_milliseconds, "default deadline of put"),
     "mapped": (_yes_no, "read slabs through memory maps (a failing disk then ends the process)"),
+    "scrub": (_yes_no, "read and check the whole store in the background, round after round"),
     "capacity": (_size, "raw bytes of a new store over all its nodes"),
     "durability": (_durability, "what an acknowledgement promises: process or power"),
     "extent_bytes": (_size, "bytes of an extent of a new store; none: chosen from the capacity"),

@@ -90,7 +90,7 @@ class KVStore:
         …"""
         root = store_root(url)
         config = config or Config()
-        return cls(await FileSystem.open(root, mapped=config.mapped), root, config=config)
+        return cls(await FileSystem.open(root, mapped=config.mapped, scrub=config.scrub), root, config=config)
 
     @classmethod
     def blocking(cls, url: str | os.PathLike[str], *, config: Config | None = None) -> BlockingKVStore:

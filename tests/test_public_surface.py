@@ -31,7 +31,7 @@ MEMBERS: Final = {
     "Chain": "count depths index keys layout namespace start",
     "Config": (
         "capacity durability extent_bytes get_deadline_ms load mapped match_deadline_ms put_deadline_ms "
-        "settings sources store"
+        "scrub settings sources store"
     ),
     "GetReport": "blocks bytes corrupt hedged missing ok raced rebuilt seconds",
     "HitPlan": "hit matched replay suffix",

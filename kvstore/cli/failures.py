@@ -18,6 +18,8 @@ from typer import Abort, TyperException
 from efs.errors import EfsError
 
 NOT_ALL = 1
+REPAIRED = 1
+"""Of fsck and scrub: damage was found and mended."""
 WRONG_REQUEST = 2
 DAMAGE = 4
 COULD_NOT_RUN = 8

@@ -10,6 +10,7 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
+from efs.fs import FileSystem
 from kvstore.cli.failures import UsageMistake
 from kvstore.cli.tokens import Addressing
 from kvstore.config import Config
@@ -28,6 +29,32 @@ def with_store(url: str, config: Config, work: Callable[[KVStore], Awaitable[Res
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run())
+
+
+def with_filesystem(root: str, work: Callable[[FileSystem], Awaitable[Result]]) -> Result:
+    """`with_store` for maintenance: the filesystem alone, which does nothing in the background."""
+
+    async def run() -> Result:
+        filesystem = await FileSystem.open(root, maintain=False)
+        try:
+            return await work(filesystem)
+        finally:
+            await filesystem.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
+
+
+async def watched(work: Awaitable[Result], reached: Callable[[], float], advance: Callable[[float], None]) -> Result:
+    """The result of `work`, with a progress bar moved meanwhile."""
+    running = asyncio.ensure_future(work)
+    try:
+        while not running.done():
+            await asyncio.wait((running,), timeout=0.1)
+            advance(reached())
+        return running.result()
+    finally:
+        running.cancel()
 
 
 def chain_of(store: KVStore, addressing: Addressing, tokens: NDArray[np.uint32]) -> Chain:

@@ -1,0 +1,88 @@
+"""`kvstore scrub`: read and check every shard, and mend those that are not sound."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from efs.errors import InvalidArgument
+from efs.fs import FileSystem
+from efs.limits import SCRUB_STEP_BYTES
+from efs.scrub import ScrubReport
+from kvstore.cli.failures import DAMAGE, REPAIRED, UsageMistake
+from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.session import watched, with_filesystem
+from kvstore.cli.terminal import human_bytes
+from kvstore.config import parse_size
+from kvstore.store import store_root
+
+_HELP = """Read and check every shard of every node; those that are not sound are dropped and rebuilt.
+
+Needs ownership: a running owner is named and left alone; it scrubs in the background when the setting `scrub` is on.
+Goes on where the last scrub of this store stopped, by --max-duration, by a signal or with its owner; --from-start
+begins anew. --rate bounds the bytes read per second.
+
+Exit codes: 0 everything sound; 1 damage found and mended; 4 damage found and not all of it mended; 8 could not run.
+
+\b
+Examples:
+  kvstore scrub
+  kvstore scrub --max-duration 3600 --rate 50MB
+"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("scrub", help=_HELP, short_help="Check every shard and mend what is not sound.")(scrub)
+
+
+def scrub(
+    context: typer.Context,
+    max_duration: Annotated[
+        float | None,
+        typer.Option("--max-duration", metavar="S", help="Stop after this many seconds; the next scrub goes on."),
+    ] = None,
+    from_start: Annotated[bool, typer.Option("--from-start", help="Begin a new round.")] = False,
+    rate: Annotated[str | None, typer.Option("--rate", metavar="SIZE", help="Most bytes read per second.")] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    terminal = terminal_of(context, as_json)
+    root = store_root(url_of(config_of(context, store)))
+    if max_duration is not None and not max_duration > 0:
+        raise InvalidArgument(f"max duration is {max_duration} s, must be above 0")
+    per_second = None
+    if rate is not None:
+        per_second = parse_size(rate, "--rate") // SCRUB_STEP_BYTES
+        if not per_second:
+            raise UsageMistake(f"--rate {rate}: must be at least {SCRUB_STEP_BYTES} bytes")
+    with terminal.progress("scrub", 1.0) as advance:
+
+        async def work(filesystem: FileSystem) -> ScrubReport:
+            upkeep = filesystem.upkeep
+            run = upkeep.scrub(max_seconds=max_duration, per_second=per_second, from_start=from_start)
+            return await watched(run, lambda: upkeep.share_done, advance)
+
+        report = with_filesystem(root, work)
+    document = asdict(report)
+    document["missing"] = list(report.missing)
+    after = report.cursor.after
+    document["cursor"] = {"node": report.cursor.node, "after": None if after is None else after.hex()}
+    terminal.result(document, lambda console: console.print(_summary(report)))
+    if not report.unsound:
+        return DAMAGE if report.failed else 0
+    return REPAIRED if report.rebuilt >= report.unsound and not report.failed else DAMAGE
+
+
+def _summary(report: ScrubReport) -> str:
+    lines = [
+        f"checked  {report.records} shards, {human_bytes(report.bytes)}, in {report.seconds:.1f} s",
+        f"found    {report.unsound} that were not sound; {report.rebuilt} shards rebuilt"
+        + (f"; {report.failed} that could not be read" if report.failed else ""),
+    ]
+    if report.missing:
+        lines.append("missing  nodes " + ", ".join(map(str, report.missing)))
+    if not report.finished:
+        lines.append(f"stopped  on node {report.cursor.node}; the next scrub goes on from there")
+    return "\n".join(lines)
