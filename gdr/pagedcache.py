@@ -69,6 +69,10 @@ class PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def get_max_cache_shape(self) -> int:
+        """The same under its name in earlier releases of transformers 5."""
+        return -1
+
 
 class PagedCache(Cache):
     """The cache of one sequence; `table` is its block table, shared with the owner of the sequence."""

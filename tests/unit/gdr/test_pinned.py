@@ -12,7 +12,7 @@ import pytest
 
 from gdr.device import CpuDevice
 from gdr.errors import EngineClosed, InvalidEngineArgument, StaleLease
-from gdr.pinned import PinnedPool, RegionState
+from gdr.pinned import Lease, PinnedPool, RegionState
 from tests.support.fakedevice import FakeDevice
 
 REGION = 8 * mmap.PAGESIZE
@@ -86,8 +86,8 @@ def test_a_waiting_lease_gets_the_region_that_another_thread_gives_back() -> Non
     held.release()
     waiter.join(10)
     assert got
-    assert got[0] is not None
-    pool._regions[0].state = RegionState.FREE
+    assert isinstance(got[0], Lease)
+    got[0].release()
     assert pool.close()
 
 
@@ -105,7 +105,9 @@ def test_a_waiting_lease_gets_a_region_whose_copies_end_meanwhile() -> None:
     device.run_all()
     waiter.join(10)
     assert got
-    assert got[0] is not None
+    assert isinstance(got[0], Lease)
+    got[0].release()
+    assert pool.close()
 
 
 def test_memory_cannot_be_resized_by_anybody_who_has_the_descriptor() -> None:
