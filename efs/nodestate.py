@@ -34,7 +34,7 @@ from efs.nodedir import GENERATION_BITS, BootRecord, NodeConfig
 from efs.slab import Slab
 from efs.stamps import Stamps
 from efs.tables import Table, Tables, stretches_of
-from efs.writejob import Records, Slots
+from efs.writejob import Entries, Records, Slots
 
 Locations = NDArray[np.int64]
 
@@ -67,12 +67,15 @@ class NodeState:
     resolutions: list[Resolution] = field(default_factory=list)
     owed_entries: dict[bytes, IndexEntry] = field(default_factory=dict)
     owed_slots: set[int] = field(default_factory=set)
+    owed_restores: set[int] = field(default_factory=set)
+    """Live slots whose entries on disk may be torn; the tables of their extents are pinned in `_restoring`."""
     unformatted: dict[int, int] = field(default_factory=dict)
     """Extents given to a class in memory whose format is not known to be on disk, with a number for each giving."""
     allocated: set[int] = field(default_factory=set)
     """Extents that occupy their space in the file system, free ones included."""
     unsettled: bool = False
     """Whether the disk may differ from memory in a way that only the next opening can mend."""
+    _restoring: dict[int, Table] = field(default_factory=dict)
     _used_generations: int = 0
     _formats: int = 0
 
@@ -223,6 +226,30 @@ class NodeState:
             else:
                 self.owed_slots.update(range(slots.location, slots.location + slots.count))
 
+    def owe_restores(self, locations: Iterable[int]) -> None:
+        """Rewriting these records' entries failed: their tables in memory are right, those on disk may be torn."""
+        for location in locations:
+            extent = location >> SLOT_BITS
+            table = self.tables.get(extent)
+            if table is not None and self.exists(np.array([location]))[0]:
+                self.owed_restores.add(location)
+                if extent not in self._restoring:
+                    self._restoring[extent] = table
+                    table.pins += 1
+
+    def take_restores(self) -> list[Entries]:
+        """Entries that the next job should write again. The caller pins their tables before it awaits."""
+        slots = np.array(sorted(self.owed_restores), np.int64)
+        ranges = []
+        for _, location, count in ranges_of(slots[self.exists(slots)]):
+            table, first = self.table(location >> SLOT_BITS), location & SLOT_MASK
+            ranges.append(Entries(table.geometry, location, table.raw[first : first + count].copy()))
+        for table in self._restoring.values():
+            table.pins -= 1
+        self._restoring.clear()
+        self.owed_restores.clear()
+        return ranges
+
     def take_owed(self) -> tuple[list[IndexEntry], list[Slots]]:
         """What the next job should delete and zero for earlier ones; slots that were used since are left out."""
         entries = [self.owed_entries.pop(name) for name in list(self.owed_entries)[:DELETE_BATCH]]
@@ -244,4 +271,9 @@ class NodeState:
 
     @property
     def in_debt(self) -> bool:
-        return self.unsettled or bool(self.owed_entries) or bool(self.owed_slots)
+        return self.unsettled or self.owes
+
+    @property
+    def owes(self) -> bool:
+        """Whether a job would have something to do for earlier ones."""
+        return bool(self.owed_entries) or bool(self.owed_slots) or bool(self.owed_restores)

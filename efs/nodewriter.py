@@ -36,7 +36,7 @@ from efs.placer import Placement, Placer
 from efs.shard import LOCAL_BYTES, entry_headers
 from efs.tables import Table
 from efs.types import DropItem
-from efs.writejob import NO_SPACE, Format, Formats, JobFailed, Records, Slots, SyncFailed, WriteJob, run_job
+from efs.writejob import NO_SPACE, Entries, Format, Formats, JobFailed, Records, Slots, SyncFailed, WriteJob, run_job
 
 R = TypeVar("R")
 Checker = Callable[[Sequence[bytes], Deadline], Awaitable[Any]]
@@ -389,8 +389,9 @@ class NodeWriter:
         state = self._state
         self._guard.require_room(self._guard.writer)
         entries, slots = state.take_owed()
-        job = replace(job, clears=(*slots, *job.clears), deletes=(*entries, *job.deletes))
-        written: list[Slots | Records] = [*job.clears, *job.records]
+        restores = tuple(state.take_restores())
+        job = replace(job, restores=restores, clears=(*slots, *job.clears), deletes=(*entries, *job.deletes))
+        written: list[Slots | Records | Entries] = [*job.restores, *job.clears, *job.records]
         touched = {part.location >> SLOT_BITS for part in written}
         pinned = [table for extent in touched if (table := state.tables.get(extent)) is not None]
         for table in pinned:
@@ -407,28 +408,37 @@ class NodeWriter:
             if error is not None or result is None:
                 self._undo(job, error, failed)
                 raise self._meaning(job, error) from error
-            for form in job.formats:
-                if state.unformatted.get(form.extent) == form.number:
-                    del state.unformatted[form.extent]
-            self._placer.grew(form.extent for form in job.formats)
+            self._formatted(job)
             state.gone(job.deletes)
             return apply(result)
 
         work = partial(run_job, job, state.slab, state.index, self._formats, state.boot.epoch, self._durable)
         return self._guard.submit(self._guard.writer, work, settle)
 
+    def _formatted(self, job: WriteJob) -> None:
+        """The extents of a job are known to have their format on disk."""
+        for form in job.formats:
+            if self._state.unformatted.get(form.extent) == form.number:
+                del self._state.unformatted[form.extent]
+        self._placer.grew(form.extent for form in job.formats)
+
     def _undo(self, job: WriteJob, error: BaseException | None, failed: Callable[[], None] | None) -> None:
         """The job failed somewhere: memory goes back, the disk is owed the rest."""
         state = self._state
         if failed is not None:
             failed()
-        wrote = not isinstance(error, JobFailed) or error.wrote
+        wrote = isinstance(error, JobFailed) and error.wrote
+        if wrote:
+            self._formatted(job)
+        elif job.taken or not isinstance(error, JobFailed):
+            # An extent half way between two classes, or nobody knows what.
+            state.unsettled = True
         stale = [*job.deletes, *(job.indexed() if wrote else ())]
         slots = [Slots(part.geometry, part.location, part.count) for part in job.records if part.payload is not None]
         state.owe(stale, [*job.clears, *(slots if wrote else ())])
-        if job.taken or any(part.payload is None for part in job.records):
-            # An extent half way between two classes, or an entry half rewritten.
-            state.unsettled = True
+        rewritten = [part.location + row for part in job.records if part.payload is None for row in range(part.count)]
+        restored = [part.location + row for part in job.restores for row in range(len(part.raw))]
+        state.owe_restores((*rewritten, *restored))
         state.release_unformatted()
 
     def _meaning(self, job: WriteJob, error: BaseException | None) -> BaseException:

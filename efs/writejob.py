@@ -1,5 +1,6 @@
 """One piece of work of a node's writer thread: everything that a put, a drop or a rewrite changes on disk, in order.
 
+    0. write entries again that an earlier job may have torn
     1. zero table entries of slots that lost their record or are about to get one
     2. format extents that were given to a class
     3. payload, one write for each contiguous range
@@ -83,6 +84,15 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True)
+class Entries:
+    """Raw table entries, (n, entry bytes), of neighbouring live slots, as they should stand."""
+
+    geometry: Geometry
+    location: int
+    raw: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
     """An extent to be given to a class on disk; `number` tells one giving from another."""
 
@@ -100,6 +110,7 @@ class WriteJob:
     taken: frozenset[int] = frozenset()
     records: tuple[Records, ...] = ()
     deletes: tuple[IndexEntry, ...] = ()
+    restores: tuple[Entries, ...] = ()
 
     def indexed(self) -> list[IndexEntry]:
         """The index entries that the job puts."""
@@ -119,6 +130,8 @@ def run_job(job: WriteJob, slab: Slab, index: Index, formats: Formats, boot_epoc
     """Do a job; returns the raw table entries of each of its `records`. JobFailed around an OSError, SyncFailed,
     IndexFull or IndexDamaged."""
     try:
+        for part in job.restores:
+            slab.write_entries(part.geometry, part.location, part.raw)
         for slots in job.clears:
             slab.clear_entries(slots.geometry, slots.location, slots.count)
         for form in job.formats:
