@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import stat as stat_bits
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -90,6 +90,15 @@ _COPIED: Final = (
 
 READ_GAP: Final = 32
 """Slots that are not asked for but read along, where that saves a call: a few kilobytes of table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Of one header: key ‖ digest, bytes of each segment of the block, xxh3_64 of each."""
+
+    index_key: bytes
+    sizes: Sequence[int]
+    hashes: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,30 +185,46 @@ class NodeView:
         of a class are checked at once. again: read the classes of the extents anew."""
         found = np.zeros(len(locations), RECORD)
         found["location"] = locations
+        for slot_class, rows, entries in self._entries(locations, found["status"], again):
+            found[rows] = _checked(slot_class, locations[rows], entries)
+        return found
+
+    def segments(self, locations: NDArray[np.int64]) -> dict[int, Segments]:
+        """What the headers say of segments, by row of `locations`; only for rows whose entry is valid."""
+        found: dict[int, Segments] = {}
+        for slot_class, rows, entries in self._entries(locations, np.zeros(len(locations), np.uint8), False):
+            live = check_entries(entries, slot_class.slot_bytes)
+            names = zip(*(np.ascontiguousarray(entries[name]) for name in ("key", "digest")), strict=True)
+            sizes, hashes = entries["segment_bytes"].tolist(), entries["segment_hashes"].tolist()
+            for at, (key, digest) in enumerate(names):
+                if live[at]:
+                    found[int(rows[at])] = Segments(key.tobytes() + digest.tobytes(), sizes[at], hashes[at])
+        return found
+
+    def _entries(
+        self, locations: NDArray[np.int64], status: NDArray[np.uint8], again: bool
+    ) -> Iterator[tuple[SlotClass, NDArray[np.intp], NDArray[np.void]]]:
+        """(class, rows, entries) of the locations that are slots, class by class; sets the status of the others."""
         # As bytes: numpy re-packs structured rows when it joins them.
         raw: dict[SlotClass, list[tuple[NDArray[np.intp], NDArray[np.uint8]]]] = {}
         seen: set[int] = set()
         for rows in _stretches(locations):
-            first, last = int(locations[rows[0]]), int(locations[rows[-1]])
+            first = int(locations[rows[0]])
             extent = extent_of(first)
             geometry = self.geometry(extent, again and extent not in seen)
             seen.add(extent)
             if geometry is None:
-                found["status"][rows] = Slot.DAMAGED if extent in self._damaged else Slot.OUTSIDE
+                status[rows] = Slot.DAMAGED if extent in self._damaged else Slot.OUTSIDE
                 continue
             inside = rows[locations[rows] - location_of(extent, 0) < geometry.slots]
-            found["status"][rows] = Slot.OUTSIDE
+            status[rows] = Slot.OUTSIDE
             if len(inside):
                 last = int(locations[inside[-1]])
-                entries = self.slab.read_entries(geometry, first, last - first + 1)
-                raw.setdefault(geometry.slot_class, []).append(
-                    (inside, raw_entries(entries)[locations[inside] - first])
-                )
+                entries = raw_entries(self.slab.read_entries(geometry, first, last - first + 1))
+                raw.setdefault(geometry.slot_class, []).append((inside, entries[locations[inside] - first]))
         for slot_class, parts in raw.items():
-            rows = np.concatenate([rows for rows, _ in parts])
-            entries = view_entries(np.concatenate([entries for _, entries in parts]), slot_class.segments)
-            found[rows] = _checked(slot_class, locations[rows], entries)
-        return found
+            entries = np.concatenate([entries for _, entries in parts])
+            yield slot_class, np.concatenate([rows for rows, _ in parts]), view_entries(entries, slot_class.segments)
 
     def table_rows(self, extent: int, geometry: Geometry, start: int, count: int) -> Records:
         """(count,) of RECORD for neighbouring slots of an extent."""

@@ -11,19 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from efs.checksum import xxh3_64
 from efs.codec import Codec
-from efs.errors import CorruptRecord
 from efs.extent import SlotClass
 from efs.findings import OF_BLOCKS, Finding, Kind
 from efs.index import IndexEntry
 from efs.limits import DATA_SHARDS, KEY_BYTES, MIB, STRIPE_SHARDS
 from efs.nodeview import NodeView, Slot, locations_of
+from efs.payloadcheck import PayloadCheck
 from efs.placement import placement_group, rotation_of, shard_of_node
-from efs.shard import Header
 from efs.verdict import Sight, Surroundings, Verdict, judge
 from efs.warmth import Warmth
 
@@ -33,7 +28,6 @@ DEEP_BYTES: Final = 16 * MIB
 TOLD_KEPT: Final = 100_000
 """Findings of the first pass that are remembered; a block gets a finding of its own for what is beyond."""
 
-Payload = NDArray[np.uint8]
 Batch = Mapping[int, Sequence[IndexEntry]]
 """Index entries by node, each node's in order."""
 
@@ -54,7 +48,7 @@ class StripeCheck:
     def __init__(self, views: Sequence[NodeView], warmth: Warmth, codec: Codec | None) -> None:
         self._live = views
         self._warmth = warmth
-        self._codec = codec
+        self._payloads = None if codec is None else PayloadCheck(codec)
         self._told: set[tuple[int, bytes, bytes]] = set()
 
     @property
@@ -85,8 +79,10 @@ class StripeCheck:
         away = frozenset(range(STRIPE_SHARDS)) - self._views.keys()
         around = Surroundings(away, self._was_told, self._last_used, self._warmth.may_be_evicted, young_after_ms)
         for keys in _portions(stripes):
-            if self._codec is not None:
-                self._check_payloads([sight for key in keys for sight in stripes[key]], self._codec, judged)
+            if self._payloads is not None:
+                checked = self._payloads.check(self._views, [sight for key in keys for sight in stripes[key]])
+                judged.findings += checked.findings
+                judged.verified_bytes += checked.verified_bytes
             for key in keys:
                 judged.findings += [
                     sight.problem
@@ -145,97 +141,6 @@ class StripeCheck:
         )
         sight.problem = _finding(Kind.READ_ERROR, sight, error.strerror or str(error))
         return sight
-
-    # -- payloads
-
-    def _check_payloads(self, sights: Sequence[Sight], codec: Codec, judged: Judged) -> None:
-        """Read the payloads of sound sights; set the problems of those that differ from their headers, then hold
-        the shards of each version against each other."""
-        payloads: dict[int, Payload] = {}
-        for index, view in self._views.items():
-            mine = [sight for sight in sights if sight.node == index and sight.sound]
-            payloads |= self._read_payloads(view, mine, judged)
-        versions: dict[bytes, list[Sight]] = {}
-        for sight in sights:
-            if id(sight) in payloads and sight.sound:
-                versions.setdefault(sight.key + sight.digest, []).append(sight)
-        for held in versions.values():
-            if len({sight.shard for sight in held}) >= DATA_SHARDS:
-                why = self._inconsistency(codec, held, {sight.shard: payloads[id(sight)] for sight in held})
-                if why is not None:
-                    judged.findings.append(
-                        Finding(Kind.INCONSISTENT_STRIPE, None, held[0].key, held[0].digest, None, why)
-                    )
-
-    def _read_payloads(self, view: NodeView, sights: Sequence[Sight], judged: Judged) -> dict[int, Payload]:
-        """Payloads by id of their sight, of those that agree with their header."""
-        if not sights:
-            return {}
-        found: dict[int, Payload] = {}
-        try:
-            records = view.records(np.array([sight.location for sight in sights], np.int64))
-            payloads = view.payloads(records)
-        except OSError:
-            return self._read_singly(view, sights, judged)
-        for row, payload in payloads.items():
-            sight = sights[row]
-            if records["generation"][row] != sight.generation:
-                continue
-            judged.verified_bytes += len(payload)
-            if xxh3_64(payload.tobytes()) == int(records["payload_hash"][row]):
-                found[id(sight)] = payload
-            else:
-                sight.problem = _finding(
-                    Kind.BAD_CHECKSUM, sight, f"payload of shard {sight.shard} differs from its header"
-                )
-        return found
-
-    def _read_singly(self, view: NodeView, sights: Sequence[Sight], judged: Judged) -> dict[int, Payload]:
-        """After a read of several failed: which of them it was."""
-        if len(sights) == 1:
-            try:
-                view.payloads(view.records(np.array([sights[0].location], np.int64)))
-            except OSError as error:
-                sights[0].problem = _finding(Kind.READ_ERROR, sights[0], error.strerror or str(error))
-            return {}
-        found: dict[int, Payload] = {}
-        for sight in sights:
-            found |= self._read_payloads(view, [sight], judged)
-        return found
-
-    def _inconsistency(self, codec: Codec, held: Sequence[Sight], shards: Mapping[int, Payload]) -> str | None:
-        """Why shards that are sound one by one are not one block; None when they are."""
-        header = self._header(held)
-        if header is None:
-            return None
-        base = sorted(shards)[:DATA_SHARDS]
-        wanted = {
-            shard: np.zeros((1, header.shape.shard_bytes), np.uint8)
-            for shard in range(STRIPE_SHARDS)
-            if shard not in base
-        }
-        codec.rebuild({shard: np.ascontiguousarray(shards[shard]).reshape(1, -1) for shard in base}, wanted)
-        for shard in sorted(shards)[DATA_SHARDS:]:
-            if not np.array_equal(wanted[shard][0], shards[shard]):
-                return f"shard {shard} does not follow from shards {', '.join(map(str, base))}"
-        data = [shards[shard] if shard in base else wanted[shard][0] for shard in range(DATA_SHARDS)]
-        block = np.concatenate(data)[: header.shape.block_bytes]
-        spans = zip(header.shape.segment_offsets, header.shape.segment_bytes, header.segment_hashes, strict=True)
-        for segment, (offset, size, expected) in enumerate(spans):
-            if xxh3_64(block[offset : offset + size].tobytes()) != expected:
-                return f"segment {segment} differs from its header"
-        return None
-
-    def _header(self, held: Sequence[Sight]) -> Header | None:
-        """The header of a version, from the first node that still has it."""
-        for sight in held:
-            try:
-                entry = self._views[sight.node].entry(sight.location)
-            except (CorruptRecord, OSError):
-                continue
-            if entry is not None and (entry.header.key, entry.header.digest) == (sight.key, sight.digest):
-                return entry.header
-        return None
 
 
 def _portions(stripes: Mapping[bytes, Sequence[Sight]]) -> Iterator[list[bytes]]:

@@ -27,8 +27,8 @@ ORDER: Final = {
         contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate lookups
         nodereads placer nodewriter recovery verifier node cluster hedge pinning scratch target unitread examine
         fetch reader joining health ask pieces staging survey writer pace listing sweep findings indexprobe nodeview
-        storeview verdict warmth stripecheck tablecheck fsck background match memory stripe mend rebuild repair
-        progress scrub upkeep fs replace culprit fsckrepair
+        storeview verdict warmth payloadcheck stripecheck tablecheck fsck background match memory stripe mend rebuild
+        repair progress scrub upkeep fs replace culprit fsckrepair
     """,
     "kvstore": """
         config tenants buffers layout keys hit loopthread store bench connectors demo machine traces
