@@ -41,7 +41,8 @@ class ScrubReport:
     """What one scrub did.
 
     records, bytes: checked, and their payload. unsound: records that failed and were dropped by their node, or were
-    gone since they were listed. rebuilt: shards that were stored instead. failed: records that could not be checked.
+    gone since they were listed; with those that turned out damaged when others were rebuilt from them. rebuilt: shards
+    that were stored instead. failed: records that could not be checked.
     missing: nodes that were not, or not to the end, looked at. finished: whether this run came to the end of a round.
     cursor: where the next run goes on.
     """
@@ -119,7 +120,9 @@ class Scrub:
         self._counters.add("scrub_dropped", len(unsound))
         self._unsound += len(unsound)
         if unsound:
-            self._rebuilt += (await self._repair.run_keys(unsound)).rebuilt
+            report = await self._repair.run_keys(unsound)
+            self._rebuilt += report.rebuilt
+            self._unsound += report.corrupt
         return page.after
 
     def _note(self, record: ListedRecord, result: bool | BaseException, unsound: list[bytes]) -> None:
