@@ -153,7 +153,10 @@ def run_bench(plan: Plan, remark: Remark = lambda text: None, progress: Progress
     """Run everything. BenchFailed when a run did not do its work."""
     steps = _Steps(13 + (2 if plan.cold else 0), remark, progress)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, _quiet():
-        rows = runner.run(_all_cases(plan, steps))
+        try:
+            rows = runner.run(_all_cases(plan, steps))
+        except BenchFailed as error:
+            raise BenchFailed(f"{steps.now}: {error}") from error
     return BenchReport(tuple(rows), plan, _machine(plan.directory))
 
 
@@ -165,8 +168,10 @@ class _Steps:
     remark: Remark
     progress: Progress
     done: int = 0
+    now: str = ""
 
     def begin(self, what: str) -> None:
+        self.now = what
         self.remark(what)
         self.progress(self.done / self.total)
         self.done += 1
