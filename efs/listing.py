@@ -17,7 +17,7 @@ from efs.clock import Clock, Deadline
 from efs.contract import Node
 from efs.limits import DATA_SHARDS, DIGEST_BYTES, KEY_BYTES, MAX_READ_ATTEMPTS, SWEEP_CALL_MS
 from efs.pace import Pace
-from efs.placement import placement_group, rotation_of, shard_of_node
+from efs.placement import node_of_shard, placement_group, rotation_of
 from efs.types import DropItem, ListedRecord, ListPage
 
 
@@ -68,9 +68,13 @@ class Stretch:
         and those with a record in a place that is not its own. Ascending."""
         shards: Counter[bytes] = Counter()
         misplaced: set[bytes] = set()
+        rotations: dict[bytes, int] = {}
         for index, listed in self.records.items():
             for record in listed:
-                if record.shard == shard_of_node(index, rotation_of(placement_group(record.key))):
+                rotation = rotations.get(record.key)
+                if rotation is None:
+                    rotation = rotations[record.key] = rotation_of(placement_group(record.key))
+                if node_of_shard(record.shard, rotation) == index:
                     shards[record.key + record.digest] += 1
                 else:
                     misplaced.add(record.key)

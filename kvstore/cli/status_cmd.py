@@ -14,7 +14,9 @@ from rich.console import Console
 from efs.extent import extent_of
 from efs.findings import Kind
 from efs.limits import DATA_SHARDS, PLACEMENT_GROUPS, STRIPE_SHARDS
+from efs.osio import SystemIo
 from efs.placement import placement_group
+from efs.progress import read_progress
 from efs.storeview import StoreView, last_key
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
 from kvstore.cli.terminal import Json, human_bytes, table
@@ -158,6 +160,7 @@ def _rows(view: StoreView, census: Census) -> list[NodeRow]:
     readable = {node.node_index: node for node in view.views}
     problems = {problem.node: problem for problem in view.problems}
     running = "serving" if view.owner() is not None else "closed"
+    syncing = read_progress(SystemIo(), view.root).syncing
     rows = []
     for index, path in enumerate(view.config.node_paths):
         node = readable.get(index)
@@ -169,7 +172,7 @@ def _rows(view: StoreView, census: Census) -> list[NodeRow]:
             rows.append(
                 NodeRow(
                     index,
-                    running,
+                    "syncing" if index in syncing else running,
                     path,
                     node.config.plan.capacity_bytes,
                     node.space().total,

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from efs.fs import FileSystem
+from efs.osio import SystemIo
+from efs.replace import prepare_node
 from tests.support.cli import run, run_process
 from tests.support.laidstore import LaidStore, flip, lay_store, make_blocks
 
@@ -153,7 +155,7 @@ def test_damage_beyond_mending_leaves_exit_code_4(store: LaidStore) -> None:
     assert "3 that were not sound" in shown.out
 
 
-# -- node replace ----------------------------------------------------------------------------------------------------
+# -- node replace and status -----------------------------------------------------------------------------------------
 
 
 def test_a_node_is_replaced_only_with_yes(store: LaidStore) -> None:
@@ -185,3 +187,14 @@ def test_a_node_that_does_not_exist_is_named(store: LaidStore) -> None:
     assert "12" in run("node", "replace", "12", "--yes", store=store.root).error_line
     assert run("node", "replace", "x", "--yes", store=store.root).code == 2
     assert run("node", store=store.root).code == 2
+
+
+def test_status_shows_a_node_that_is_not_up_to_date(store: LaidStore) -> None:
+    shutil.rmtree(store.node_path(7))
+    prepare_node(SystemIo(), store.root, 7)
+    states = [node["state"] for node in run("status", "--json", store=store.root).document()["nodes"]]
+    assert states == ["closed"] * 7 + ["syncing"] + ["closed"] * 4
+    assert run("repair", store=store.root).code == 0, "it brings the node up to date first"
+    states = [node["state"] for node in run("status", "--json", store=store.root).document()["nodes"]]
+    assert states == ["closed"] * 12
+    assert run("fsck", "--deep", store=store.root).code == 0
