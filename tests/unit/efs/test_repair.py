@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import Collection, Mapping
@@ -13,7 +14,7 @@ from efs.clock import Deadline
 from efs.codec import Codec
 from efs.contract import TOO_COLD, PutBatch, PutOutcome
 from efs.errors import InvalidArgument, NodeUnavailable
-from efs.limits import REPAIR_GRACE_MS, STRIPE_SHARDS
+from efs.limits import REPAIR_GRACE_MS, STRIPE_SHARDS, YIELD_MS
 from efs.pace import Pace, Traffic
 from efs.placement import placement_group, rotation_of
 from efs.repair import Repair, best_of
@@ -22,6 +23,7 @@ from efs.types import DropItem
 from tests.support.bench import Bench, assert_readable, make_bench
 from tests.support.blocks import TINY, Blocks, make_blocks, readable, sound_versions
 from tests.support.clock import FakeClock
+from tests.support.gatednode import Gate
 from tests.support.memorynode import MemoryNode, Stored
 
 Image = dict[tuple[bytes, bytes], tuple[bytes, bytes, int]]
@@ -314,3 +316,38 @@ async def test_a_node_that_dies_in_the_middle_of_a_put_is_counted() -> None:
     bench.twins[9].put = die  # type: ignore[method-assign]
     report = await repair_of(bench).run()
     assert (report.found, report.rebuilt, report.failed) == (5, 0, 5)
+
+
+async def test_a_repair_gives_way_to_calls_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, blocks = await filled(4)
+    await lose(bench, (1,), blocks.keys)
+    traffic = Traffic()
+    with traffic.call():
+        repair = asyncio.create_task(repair_of(bench, traffic=traffic).run())
+        await asyncio.sleep(3 * YIELD_MS / 1000)
+        assert not repair.done()
+        assert not bench.twins[1].records
+    assert (await repair).rebuilt == 4
+    await lose(bench, (1,), blocks.keys)
+    monkeypatch.setattr("efs.pace.YIELD_AT_MOST_MS", YIELD_MS)
+    with traffic.call():
+        assert (await repair_of(bench, traffic=traffic).run()).rebuilt == 4
+
+
+async def test_puts_beside_a_repair_keep_one_version_whole() -> None:
+    """Fault 38: the blocks that are being repaired are put again at the same time."""
+    bench, blocks = await filled(24)
+    before = {index: image_of(twin) for index, twin in enumerate(bench.twins)}
+    await lose(bench, (2, 10), blocks.keys)
+    gate = Gate()
+    for index in (2, 10):
+        bench.nodes[index].put_gate = gate
+    put = asyncio.create_task(bench.put(blocks))
+    while gate.held < 2:
+        await asyncio.sleep(0)
+    repair = Repair(bench.twins, bench.health, Codec(), bench.counters, bench.clock, Pace(Traffic(), None))
+    assert (await repair.run()).rebuilt == 48, "on the nodes that the put has not reached yet"
+    gate.release()
+    report = await put
+    assert (report.acked + report.already, report.failed) == (24, 0)
+    assert {index: image_of(twin) for index, twin in enumerate(bench.twins)} == before
