@@ -133,8 +133,8 @@ class _Text:
     def mended(self, report: MendReport) -> None:
         self._terminal.show(
             f"mended   {report.rebuilt} shards rebuilt, {report.dropped} records dropped, {report.indexes} indexes and "
-            f"{report.slabs} slabs made anew, {report.extents} extents freed, {report.checked} nodes gone through entry "
-            "by entry"
+            f"{report.slabs} slabs made anew, {report.extents} extents freed, {report.checked} nodes gone through "
+            "entry by entry"
         )
 
     def end(self, sums: Sums) -> None:
