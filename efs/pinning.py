@@ -98,7 +98,7 @@ class Pins:
     def _resolve_alike(self, held: Sequence[NodeTable]) -> bool:
         """The common case at once: nothing decided yet, and every table holds the same one version of every block."""
         first = held[0]
-        if self.pinned.any() or self.missed.any():
+        if not len(self.pinned) or self.pinned.any() or self.missed.any():
             return False
         for table in held:
             if table.extra or int(table.location.min()) == ABSENT or not np.array_equal(table.digest, first.digest):

@@ -13,12 +13,15 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from efs.checksum import xxh3_64
 from efs.fs import FileSystem
 from efs.limits import ACK_SHARDS, DATA_SHARDS, MIB
+from efs.shard import block_templates, template_digests
 from efs.types import PutReport
 from tests.support.blocks import TINY, Blocks, make_blocks
 
@@ -28,12 +31,25 @@ DEADLINE_MS = 30_000
 CHAIN_KEYS = make_blocks(KEYS, seed=77, run=3).keys
 CHAIN = [make_blocks(KEYS, seed=version, keys=CHAIN_KEYS) for version in range(VERSIONS)]
 
+
+
+def digest_of(blocks: Blocks, at: int) -> bytes:
+    hashes = [xxh3_64(blocks.block(at)[offset : offset + size])
+              for offset, size in zip(TINY.segment_offsets, TINY.segment_bytes, strict=True)]
+    template = block_templates([blocks.keys[at]], np.zeros(1, np.uint32), bytes(8), TINY, np.array([hashes], np.uint64))
+    return bytes(template_digests(template)[0])
+
+
+DIGESTS = [{digest_of(CHAIN[version], key): version for version in range(VERSIONS)} for key in range(KEYS)]
+"""By key, the version that a digest names."""
+
 Holders = dict[int, set[int]]
 """By version, the nodes that hold a shard of it."""
 
 
 class StoreModel(RuleBasedStateMachine):
-    """`held[k]` is about key k of the chain; `lost` are the nodes whose directories are away."""
+    """`held[k]` is about key k of the chain; `lost` are the nodes whose directories are away, `missed` those that
+    missed a change, `gated` those of them that are open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,13 +57,22 @@ class StoreModel(RuleBasedStateMachine):
         self.root = tempfile.mkdtemp(prefix="efs-model-")
         self.held: list[Holders] = [{} for _ in range(KEYS)]
         self.lost: set[int] = set()
+        self.missed: set[int] = set()
+        self.gated: set[int] = set()
         self.filesystem: FileSystem | None = None
 
     @initialize(durability=st.sampled_from(["process", "power"]))
     def make(self, durability: str) -> None:
         FileSystem.init(self.path("store"), 12 * 4 * MIB, durability=durability, extent_bytes=MIB // 4)
         os.mkdir(self.path("away"))
-        self.filesystem = self.runner.run(FileSystem.open(self.path("store")))
+        self.open()
+
+    def open(self) -> None:
+        """Open the store; nodes that missed changes stay behind their gates until `sync`."""
+        self.filesystem = self.runner.run(FileSystem.open(self.path("store"), maintain=False))
+        assert set(self.filesystem.problems) == self.lost
+        self.gated = self.missed - self.lost
+        assert set(self.filesystem.upkeep.syncing) == self.gated
 
     def path(self, name: str) -> str:
         return os.path.join(self.root, name)
@@ -61,8 +86,8 @@ class StoreModel(RuleBasedStateMachine):
     # -- what the model says
 
     def there(self, key: int) -> Holders:
-        """Versions of a key on nodes that are there."""
-        present = {version: nodes - self.lost for version, nodes in self.held[key].items()}
+        """Versions of a key on nodes that count."""
+        present = {version: nodes - self.lost - self.gated for version, nodes in self.held[key].items()}
         return {version: nodes for version, nodes in present.items() if nodes}
 
     def readable(self, key: int) -> list[int]:
@@ -86,7 +111,9 @@ class StoreModel(RuleBasedStateMachine):
         assert report == self.expected_put(keys, version)
 
     def expected_put(self, keys: Sequence[int], version: int) -> PutReport:
-        up = set(range(12)) - self.lost
+        if len(self.lost) == 1:
+            self.missed |= self.lost
+        up = set(range(12)) - self.lost - self.gated
         if len(up) < ACK_SHARDS:
             return PutReport(0, 0, len(keys), 0)
         acked = already = at_risk = 0
@@ -133,8 +160,9 @@ class StoreModel(RuleBasedStateMachine):
         assert self.filesystem is not None
         dropped = self.runner.run(self.filesystem.drop(blocks.keys, deadline_ms=DEADLINE_MS))
         assert dropped == sum(bool(self.there(key)) for key in keys)
+        self.missed |= self.lost
         for key in keys:
-            left = {version: nodes & self.lost for version, nodes in self.held[key].items()}
+            left = {version: nodes & (self.lost | self.gated) for version, nodes in self.held[key].items()}
             self.held[key] = {version: nodes for version, nodes in left.items() if nodes}
 
     @rule(lost=st.sets(st.integers(0, 11), max_size=2))
@@ -147,8 +175,38 @@ class StoreModel(RuleBasedStateMachine):
         for index in lost - self.lost:
             os.rename(self.path(f"store/nodes/{index:02d}"), self.path(f"away/{index:02d}"))
         self.lost = set(lost)
-        self.filesystem = self.runner.run(FileSystem.open(self.path("store")))
-        assert set(self.filesystem.problems) == lost
+        self.open()
+
+    @rule()
+    def sync(self) -> None:
+        """Gated nodes join. What can be read is then whole on all nodes that are there; what cannot may be gone."""
+        assert self.filesystem is not None
+        self.runner.run(self.filesystem.upkeep.sync())
+        if not self.gated:
+            return
+        assert self.filesystem.upkeep.syncing == ()
+        self.missed -= self.gated
+        self.gated = set()
+        present = set(range(12)) - self.lost
+        for key in range(KEYS):
+            reports = self.runner.run(self.filesystem.look_up_all(CHAIN_KEYS[key], deadline_ms=DEADLINE_MS))
+            found: Holders = {}
+            for report in reports:
+                assert report.sound
+                assert report.in_place
+                found.setdefault(DIGESTS[key][report.record.digest], set()).add(report.node_index)
+            before, whole = self.there(key), self.readable(key)
+            assert set(found) <= set(before)
+            for version, nodes in before.items():
+                now = found.get(version, set())
+                if len(nodes) < DATA_SHARDS:
+                    # The sweep takes what no put of this owner can be about to complete.
+                    assert now <= nodes
+                else:
+                    # Of several versions that can be read only the one that wins is repaired, whichever that is.
+                    assert now == nodes or (version in whole and now == present)
+                self.held[key][version] = now | (self.held[key][version] & self.lost)
+            assert not whole or any(found[version] == present for version in whole)
 
 
 TestStoreModel = StoreModel.TestCase
