@@ -6,17 +6,13 @@ read-only view of a node, so a flip hits the payload of exactly the shard that w
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
-from io import FileIO
 from pathlib import Path
 
 from efs.errors import EfsError
 from efs.extent import extent_of
 from efs.storeview import StoreView
-
-COPY_PIECE_BYTES = 4 * 1024 * 1024
+from kvstore.demo.sparse import copy_sparse
 
 
 class NothingToDamage(EfsError):
@@ -42,35 +38,7 @@ def replace_store(root: Path, whole: Path) -> None:
 
 def copy_store(source: Path, target: Path) -> None:
     """Copy a closed store. Holes of its sparse files stay holes."""
-    shutil.copytree(source, target, symlinks=True, copy_function=_copy_sparse)
-
-
-def _copy_sparse(source: str, target: str) -> str:
-    with open(source, "rb", buffering=0) as reader, open(target, "wb", buffering=0) as writer:
-        size = reader.seek(0, os.SEEK_END)
-        writer.truncate(size)
-        position = 0
-        while position < size:
-            try:
-                start = reader.seek(position, os.SEEK_DATA)
-            except OSError as error:
-                if error.errno != errno.ENXIO:
-                    raise
-                break  # A hole up to the end.
-            position = reader.seek(start, os.SEEK_HOLE)
-            _copy_range(reader, writer, start, position)
-    shutil.copystat(source, target)
-    return target
-
-
-def _copy_range(reader: FileIO, writer: FileIO, start: int, stop: int) -> None:
-    while start < stop:
-        reader.seek(start)
-        data = reader.read(min(COPY_PIECE_BYTES, stop - start))
-        if not data:
-            raise OSError(errno.EIO, "a file ended while it was copied")
-        writer.seek(start)
-        start += writer.write(data)
+    shutil.copytree(source, target, symlinks=True, copy_function=copy_sparse)
 
 
 def flip_shard(root: Path, node: int, key: bytes, shard: int) -> None:

@@ -38,9 +38,9 @@ class PrepareResult:
 class RunRequest:
     """Answer a prompt, and one more for each of `additions`, each turn with a cache of its own.
 
-    store: None for a run that opens no store. promised: fetch this many blocks without matching first. zero_block:
-    after loading, overwrite this block of the cache with zeros. save: put the blocks that were computed. threads: of
-    torch. salt: of the chain.
+    store: None for a run that opens no store. warm: read its files into the page cache first. promised: fetch this
+    many blocks without matching first. zero_block: after loading, overwrite this block of the cache with zeros. save:
+    put the blocks that were computed. threads: of torch. salt: of the chain.
     """
 
     model: str
@@ -52,6 +52,7 @@ class RunRequest:
     store: str | None = None
     salt: str | None = None
     save: bool = False
+    warm: bool = False
     promised: int | None = None
     zero_block: int | None = None
 

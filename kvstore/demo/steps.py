@@ -9,6 +9,10 @@ All steps replay one conversation whose answers a run without any store gave bef
 - the put of the computed blocks was acknowledged, or refused, for exactly the expected number of blocks;
 - the answer is token for token the one of the run without a store; or, in the negative control, is not.
 
+The demonstration's own store is read into the page cache before each step: a node that answers late is read around,
+as it should be, and how many blocks are rebuilt for that reason would be a matter of luck. Of a store of somebody
+else that number is not checked.
+
 Where nodes are gone, a block counts as rebuilt when at least one of the lost shards is a data shard; which that are
 follows from the block's key alone (`efs.placement`), so the number is known before the step.
 """
@@ -25,10 +29,12 @@ from kvstore.demo.messages import TurnResult
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a step must report. acked and failed: blocks of its put, both 0 where nothing is put. mended: shards."""
+    """What a step must report. acked and failed: blocks of its put, both 0 where nothing is put. mended: shards.
+    rebuilt: None where it is not known, because a disk may be slow and is then read around.
+    """
 
     blocks: int
-    rebuilt: int
+    rebuilt: int | None
     corrupt: int
     prefilled_tokens: int
     acked: int = 0
@@ -89,10 +95,11 @@ def differences(expected: Expected, found: TurnResult, answer: Sequence[int], bl
     answer: tokens of the same turn of the run without a store.
     """
     report, put = found.get, found.put
+    rebuilt = report.rebuilt if report else 0
     pairs = (
         ("blocks loaded", expected.blocks, report.blocks if report else 0),
         ("blocks verified", expected.blocks, sum(report.ok) if report else 0),
-        ("blocks rebuilt", expected.rebuilt, report.rebuilt if report else 0),
+        ("blocks rebuilt", rebuilt if expected.rebuilt is None else expected.rebuilt, rebuilt),
         ("corrupt shards", expected.corrupt, report.corrupt if report else 0),
         ("shards mended", expected.mended, found.mended),
         ("bytes delivered", expected.blocks * block_bytes, report.bytes if report else 0),

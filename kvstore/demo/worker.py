@@ -39,6 +39,7 @@ from kvstore.demo.messages import (
 )
 from kvstore.demo.model import load_model, prepare
 from kvstore.demo.source import MODEL_NAME
+from kvstore.demo.sparse import read_through
 from kvstore.keys import Namespace
 from kvstore.store import BlockingKVStore, KVStore, store_root
 
@@ -132,6 +133,8 @@ def converse(request: RunRequest, clock: Clock) -> RunResult:
 
 def _turn(engine: Engine, store: BlockingKVStore | None, request: RunRequest, prompt: list[int]) -> TurnResult:
     clock, cache = engine.clock, engine.empty_cache()
+    if request.warm and request.store is not None:
+        read_through(Path(store_root(request.store)))
     mended_before = mended_shards(request.store)
     started = clock.monotonic()
     loaded = Loaded(0, 0, 0, None)

@@ -50,6 +50,11 @@ def test_each_expectation_is_compared(field: str) -> None:
     assert differences(other, RESUMED, ANSWER, BLOCK_BYTES)
 
 
+def test_rebuilt_blocks_of_a_store_with_slow_disks_are_not_counted() -> None:
+    assert differences(replace(RIGHT, rebuilt=None), with_get(rebuilt=3), ANSWER, BLOCK_BYTES) == ()
+    assert differences(RIGHT, with_get(rebuilt=3), ANSWER, BLOCK_BYTES) != ()
+
+
 def test_the_negative_control_must_change_the_answer() -> None:
     control = replace(RIGHT, same_answer=False)
     assert differences(control, RESUMED, ANSWER, BLOCK_BYTES) == ("the answer does not depend on the fetched bytes",)
