@@ -168,13 +168,12 @@ class Conductor:
                 prompt = next_prompt(prompt, self.steps[-1].found.answer, additions[number])
             request = RunRequest(
                 model=prepared.directory, weights=prepared.weights, threads=self.threads, prompt=prompt, additions=[],
-                answer_tokens=ANSWER_TOKENS, store=store, salt=self.salt, save=True,
-                warm=self.salt is None,
+                answer_tokens=ANSWER_TOKENS, store=store, salt=self.salt, save=True, warm=self.salt is None,
             )
             full = len(prompt) // baseline.block_tokens
             expected = Expected(
-                blocks=known, rebuilt=self.rebuilt_when_whole, corrupt=0, prefilled_tokens=len(prompt) - known * baseline.block_tokens,
-                acked=full - known,
+                blocks=known, rebuilt=self.rebuilt_when_whole, corrupt=0,
+                prefilled_tokens=len(prompt) - known * baseline.block_tokens, acked=full - known,
             )
             what = "compute and put" if number == 0 else "from the store"
             self.step(f"turn {number + 1}: {what}", request, expected, turn, baseline.block_bytes)
