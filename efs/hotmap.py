@@ -6,8 +6,8 @@ does not know has to be looked up in the index.
 
 Locations are found by one `dict.get` a key without Python code in between. Memory is bounded by two generations: keys
 are added to the young one, which becomes the old one when it is full, and the old one is then forgotten. A key found in
-the old one moves to the young one. Keys that are known to be absent have two small generations of their own, so that
-a flood of new prompts does not push out what is stored.
+the old one moves to the young one if that has room. Only learning forgets, asking never does. Keys that are known to
+be absent have two small generations of their own, so that a flood of new prompts does not push out what is stored.
 """
 
 from __future__ import annotations
@@ -145,10 +145,12 @@ class HotMap:
         self._old_absent.discard(key)
 
     def _in_old(self, key: bytes) -> int | None:
-        """A location from the old generation, which makes the key young."""
-        location = self._old.pop(key, None)
-        if location is not None:
-            self._add(key, location)
+        """A location from the old generation. The key becomes young unless that one is full: asking must not make the
+        map forget, because callers put several answers together."""
+        location = self._old.get(key)
+        if location is not None and len(self._young) < self._generation_keys:
+            del self._old[key]
+            self._young[key] = location
         return location
 
     def _all_absent(self, keys: Sequence[bytes]) -> bool:

@@ -98,6 +98,19 @@ def test_memory_is_bounded_and_keys_in_use_stay() -> None:
     assert hot.locations(KEYS[21]) is None
 
 
+def test_asking_never_makes_the_map_forget() -> None:
+    hot = HotMap(most_keys=20)
+    for place, key in enumerate(KEYS[:20]):
+        hot.set(key, (place,))
+    assert hot.unknown(KEYS[:20]) == []
+    for _ in range(3):
+        assert [hot.locations(key) for key in KEYS[:20]] == [(place,) for place in range(20)]
+        located = hot.locate(KEYS[:20])
+        assert located is not None
+        assert located.tolist() == list(range(20))
+    assert len(hot) == 20
+
+
 def test_a_flood_of_absent_keys_does_not_push_out_what_is_stored() -> None:
     hot = HotMap(most_keys=100)
     for key in KEYS[:30]:
