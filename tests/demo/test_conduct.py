@@ -97,6 +97,8 @@ def test_a_store_of_somebody_else_is_used_but_not_damaged(tmp_path: Path, gguf_f
     assert sorted(path.name for path in (root / "nodes").iterdir()) == [f"{node:02d}" for node in range(12)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_worker_that_dies_ends_the_demonstration_with_its_last_line(
     tmp_path: Path, gguf_file: Path, cache: Path
 ) -> None:
@@ -106,6 +108,8 @@ def test_a_worker_that_dies_ends_the_demonstration_with_its_last_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_step_that_comes_out_wrong_is_reported_as_wrong(tmp_path: Path, gguf_file: Path, cache: Path) -> None:
     mine = conductor(tmp_path, gguf_file, cache)
     prepared = mine.process("prepare", PrepareRequest(str(gguf_file), str(cache)), PrepareResult)
