@@ -309,7 +309,8 @@ async def test_look_ups_beside_writers_always_see_whole_records(tmp_path: Path) 
             seen += int(kept.sum())
 
     async def drop() -> None:
-        for _ in range(20):
+        while not all(task.done() for task in writing) or not box.counters.get("node_dropped"):
+            await asyncio.sleep(0)
             records = source.choice(pool)
             table = await node.look_up(records.keys, box.soon())
             rows = np.flatnonzero(table.location >= 0)[:20]
