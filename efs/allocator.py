@@ -208,6 +208,12 @@ class Allocator:
         return self._reserved > 0
 
     @property
+    def free_extents(self) -> NDArray[np.bool_]:
+        """(extents,) whether the extent belongs to no class."""
+        free: NDArray[np.bool_] = self._class_of == _NO_CLASS
+        return free
+
+    @property
     def live_counts(self) -> NDArray[np.int64]:
         """(extents,) live slots of each extent; read-only."""
         return _read_only(self._live)

@@ -171,7 +171,8 @@ class Node(Protocol):
 
     async def put(self, batch: PutBatch, deadline: Deadline) -> PutOutcome:
         """Store records: payload first, then table entries, then index. Held (key, digest) pairs are not stored twice:
-        their arrival is renewed. NodeFull, NodeReadOnly or NodeUnavailable when nothing could be stored."""
+        their arrival is renewed. NodeReadOnly or NodeUnavailable when nothing could be stored, also NodeFull unless it
+        is a repair. A full node evicts its coldest records for hotter ones."""
         ...
 
     def touch(self, keys: Sequence[bytes], locations: NDArray[np.int64] | None, stamp: int) -> None:
@@ -190,6 +191,11 @@ class Node(Protocol):
 
     async def list(self, after: bytes | None, limit: int, deadline: Deadline) -> ListPage:
         """Records sorted by key then digest, from behind `after`."""
+        ...
+
+    async def collect(self, deadline: Deadline) -> int:
+        """Free space now, down to the low watermark, as the node does by itself above the high one; returns how many
+        records were evicted. NodeUnavailable when the deadline came first."""
         ...
 
     async def info(self, deadline: Deadline) -> NodeInfo: ...

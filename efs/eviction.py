@@ -1,77 +1,77 @@
-"""What a full node drops first: the coldest chunks of the class in need, or the coldest extent of another one. Pure.
+"""What a node gives up first, from memory: the order of `efs/gc.py` over a node's slots. Belongs to the loop's thread.
 
-A chunk's stamp is the highest of its live slots. Chunks go in this order: lower stamp, then deeper in its chain (the
-depth of a chunk is the smallest of its records', unknown counts as deepest), then the smaller key (the smallest of its
-records', first eight bytes), so that nodes which hold the same records in the same chunks choose alike. A chunk with a
-slot in flight is never chosen, nor one of an extent in `exclude`. An extent's stamp is the highest of its chunks'; one
-without live slots is colder than any other.
+Beside states (`efs/allocator.py`) and stamps (`efs/stamps.py`) an order needs depth and tie of each record: 8 bytes a
+slot, noted when a record becomes live. Nothing is kept in order. Whoever needs victims takes a `Snapshot` (private
+copies, a few milliseconds for a million slots), has `choose` pick from it on a thread, and gets a `Queue`: records to
+evict, coldest first. What happened since then shows when they are taken: a record that is gone, or was used since, is
+passed over. A record that came since is not in the queue; it would have to be older than what is, which only a repair
+can be.
 
-A class takes chunks of its own unless some extent of another class is colder than each of them; then, or when it has
-none, it takes the coldest extent whole. So no class keeps for ever what is colder than what another one must drop.
-
-*How.* A figure is kept for each chunk: its stamp when `note` last announced a record in it, or when it was last looked
-at. Stamps of live slots only rise, so the figure is a lower bound, and a chunk that comes first by its figure and
-really has that stamp is the coldest; else it gets its real stamp and goes back into the order. The order is made for
-ORDER_CHUNKS chunks at a time, by figure; the others wait for the next one, and none is taken that is not colder than
-they can be. A figure is too high only where a record was dropped without its chunk: that record goes on counting (for
-depth and key until the chunk was emptied and filled anew), and the chunk may stay longer than it should.
-
-What is live in an extent when it is first met here (at start) counts with its stamp and with unknown depth until `note`
-tells it; from then on every record that becomes live must be noted, or its chunk may be taken for an empty one.
+*Extents.* A class in need that has extents evicts its own records, unless another class has an extent that is colder:
+three quarters of its records were last used before the coldest record that the class would have to evict. An extent
+without live records is colder than any. A class that has no extent, or nothing to evict, takes the coldest extent of
+the others whole. So a new slot size gets space on a full node, and none keeps for ever what is colder than what
+another one must drop. Where extents are compared, up to SAMPLED_SLOTS slots of each are looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from efs.allocator import LIVE, RESERVED, Allocator
-from efs.errors import InvalidArgument
+from efs.allocator import LIVE, Allocator
 from efs.extent import SLOT_BITS, SLOT_MASK, Geometry, SlotClass, location_of
-from efs.limits import DEPTH_UNKNOWN
+from efs.gc import Records, enough, order_keys, ranks_of, select
+from efs.limits import EVICTION_WINDOW_SHARE
 from efs.stamps import Stamps
 
-ORDER_CHUNKS: Final = 1024
-"""Chunks put in order at a time: ranking all of a 100 GB node takes milliseconds, which many puts then share."""
-_NO_KEY: Final = 0xFFFF_FFFF_FFFF_FFFF
-_NEVER: Final = -1
+SAMPLED_SLOTS: Final = 512
+COLD_QUANTILE: Final = 0.75
+"""Share of an extent's records that must be colder than what its taker would evict otherwise."""
+_NO_STAMP: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Private copies of one extent's state: (slots,) each."""
+
+    extent: int
+    geometry: Geometry
+    live: NDArray[np.bool_]
+    stamps: NDArray[np.uint32]
+    depths: NDArray[np.uint32]
+    ties: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Extents as they were when each was copied."""
+
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(slots=True)
+class Queue:
+    """Records to evict, coldest first: (n,) each. `ranks` as they were when they were chosen. `passed`: how many from
+    the first on stand no more."""
+
+    locations: NDArray[np.int64]
+    ranks: NDArray[np.uint64]
+    ties: NDArray[np.uint32]
+    passed: int = field(default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Victims:
-    """Records to drop. `locations`: live slots, ascending within each chunk, coldest chunk first. `extent`: the extent
-    to take from its class as a whole (its live slots are `locations`), None when chunks are freed in place.
-    No locations and no extent: there is nothing to evict."""
+    """Records that can be evicted now, coldest first. ranks: (n,). keys: n order keys."""
 
     locations: NDArray[np.int64]
-    extent: int | None
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Chunk:
-    """A chunk in order. `rank`: stamp, then depth from the deepest up, in 32 bits each."""
-
-    rank: int
-    key: int
-    extent: int
-    chunk: int
-
-    @property
-    def stamp(self) -> int:
-        return self.rank >> 32
-
-
-@dataclass(slots=True)
-class _Order:
-    """The coldest chunks of a class by their figures, as a heap; every other chunk's rank is `horizon` or more."""
-
-    heap: list[_Chunk] = field(default_factory=list)
-    horizon: int = 0
+    ranks: NDArray[np.uint64]
+    keys: list[int]
 
 
 class Eviction:
@@ -80,168 +80,128 @@ class Eviction:
     def __init__(self, allocator: Allocator, stamps: Stamps) -> None:
         self._allocator = allocator
         self._stamps = stamps
-        self._classes: dict[int, SlotClass] = {}
-        # By extent and chunk.
-        self._stamp = np.zeros((allocator.extents, 0), np.int64)
-        self._depth = np.zeros((allocator.extents, 0), np.uint32)
-        self._key = np.zeros((allocator.extents, 0), np.uint64)
-        self._orders: dict[SlotClass, _Order] = {}
+        # By extent and slot.
+        self._depths = np.zeros((allocator.extents, 0), np.uint32)
+        self._ties = np.zeros((allocator.extents, 0), np.uint32)
 
-    def note(self, locations: NDArray[np.int64], depths: NDArray[np.uint32], keys: NDArray[np.uint64]) -> None:
-        """Records of one class were just marked live here and their stamps set. depths: (n,). keys: (n, 4) as in
-        `entry_dtype`."""
+    def note(self, locations: NDArray[np.int64], depths: NDArray[np.uint32], ties: NDArray[np.uint32]) -> None:
+        """Records were just marked live here."""
         if not len(locations):
             return
-        geometry = self._meet(np.unique(locations >> SLOT_BITS).tolist())
-        size = geometry.chunk_slots
-        firsts = (locations & ~SLOT_MASK) | (locations & SLOT_MASK) // size * size
-        chunks, rows, noted = np.unique(firsts, return_inverse=True, return_counts=True)
-        slots = (chunks[:, None] + np.arange(size)).reshape(-1)
-        live = self._allocator.states(slots).reshape(-1, size) == LIVE
-        stamps = self._stamps.get(slots).reshape(-1, size)
-        places = (chunks >> SLOT_BITS, (chunks & SLOT_MASK) // size)
-        known = live.sum(axis=1) > noted
-        depth = np.where(known, self._depth[places], np.uint32(DEPTH_UNKNOWN))
-        key = np.where(known, self._key[places], np.uint64(_NO_KEY))
-        np.minimum.at(depth, rows, depths)
-        np.minimum.at(key, rows, keys[:, 0].byteswap())
-        self._depth[places], self._key[places] = depth, key
-        self._stamp[places] = np.where(live, stamps, 0).max(axis=1)
+        extents, slots = locations >> SLOT_BITS, locations & SLOT_MASK
+        self._widen(max(len(self._allocator.row(extent)) for extent in np.unique(extents).tolist()))
+        self._depths[extents, slots] = depths
+        self._ties[extents, slots] = ties
 
-    def victims(self, slot_class: SlotClass, slots: int, exclude: Collection[int] = ()) -> Victims:
-        """What to drop so that at least `slots` slots of the class become free, as far as there is anything. Chooses
-        only: the caller drops the records, then calls `release`, for an extent `unassign`."""
-        chosen = self._coldest_chunks(slot_class, slots, exclude)
-        other = self._coldest_extent(slot_class, exclude)
-        if other is not None and (not chosen or other[1] < chosen[0].stamp):
-            for chunk in chosen:
-                heappush(self._orders[slot_class].heap, chunk)
-            return Victims(self._allocator.live_slots_of(other[0]) + location_of(other[0], 0), other[0])
-        found = [self._allocator.live_locations(chunk.extent, chunk.chunk) for chunk in chosen]
-        return Victims(np.concatenate(found) if found else np.zeros(0, np.int64), None)
+    # -- Records in order
 
-    # -- Chunks of the class itself
+    def snapshot(self, extents: Sequence[int]) -> Snapshot:
+        """Copies of those of the extents that hold something."""
+        return Snapshot(tuple(self._copy(extent) for extent in extents if self._allocator.live_counts[extent]))
 
-    def _coldest_chunks(self, slot_class: SlotClass, slots: int, exclude: Collection[int]) -> list[_Chunk]:
-        """Chunks to free, coldest first; they are taken out of the order."""
-        order = self._orders.setdefault(slot_class, _Order())
-        chosen: list[_Chunk] = []
-        apart: list[_Chunk] = []
-        found = 0
-        while found < slots:
-            if not order.heap:
-                self._fill(order, slot_class, slots, [*chosen, *apart])
-                if not order.heap:
-                    break
-            chunk = heappop(order.heap)
-            live, in_flight = self._look_at(chunk, slot_class)
-            now = self._ranked(chunk) if live else chunk
-            if now.rank > chunk.rank:
-                if now.rank < order.horizon:
-                    heappush(order.heap, now)
-            elif in_flight or chunk.extent in exclude:
-                apart.append(chunk)
-            elif live:
-                chosen.append(chunk)
-                found += live
-        for chunk in apart:
-            heappush(order.heap, chunk)
-        return chosen
+    def _copy(self, extent: int) -> Piece:
+        geometry = self._allocator.geometry(extent)
+        assert geometry is not None, "an extent with live slots has a class"
+        slots = geometry.slots
+        return Piece(extent, geometry, self._allocator.row(extent) == LIVE, self._stamps.row(extent).copy(),
+                     self._depths[extent, :slots].copy(), self._ties[extent, :slots].copy())
 
-    def _look_at(self, chunk: _Chunk, slot_class: SlotClass) -> tuple[int, bool]:
-        """Live slots of a chunk, and whether one is in flight; brings its figure up to date. No live slots where the
-        extent is no longer of the class."""
-        if self._classes.get(chunk.extent) != slot_class or self._now(chunk.extent) != slot_class:
-            return 0, False
-        size = self._allocator.geometry_for(slot_class).chunk_slots
-        slots = slice(chunk.chunk * size, (chunk.chunk + 1) * size)
-        states = self._allocator.row(chunk.extent)[slots]
-        live = states == LIVE
-        stamps = self._stamps.row(chunk.extent)[slots][live]
-        self._stamp[chunk.extent, chunk.chunk] = stamps.max() if len(stamps) else _NEVER
-        return len(stamps), bool((states == RESERVED).any())
+    def peek(self, queue: Queue, count: int) -> Victims:
+        """The first up to `count` records of a queue that still stand. Those before them that do not are passed for
+        good; what is returned stays in the queue until it stands no more."""
+        found: list[NDArray[np.intp]] = []
+        missing, position = count, queue.passed
+        while missing > 0 and position < len(queue.locations):
+            part = slice(position, position + missing)
+            standing = np.flatnonzero(self.standing(queue.locations[part], queue.ranks[part])) + position
+            position = min(part.stop, len(queue.locations))
+            if not found and not len(standing):
+                queue.passed = position
+            elif len(standing):
+                found.append(standing)
+            missing -= len(standing)
+        rows = np.concatenate(found) if found else np.zeros(0, np.intp)
+        ranks = queue.ranks[rows]
+        return Victims(queue.locations[rows], ranks, order_keys(ranks, queue.ties[rows]))
 
-    def _ranked(self, chunk: _Chunk) -> _Chunk:
-        place = (chunk.extent, chunk.chunk)
-        rank = int(self._stamp[place]) << 32 | DEPTH_UNKNOWN - int(self._depth[place])
-        return _Chunk(rank, int(self._key[place]), *place)
+    def standing(self, locations: NDArray[np.int64], ranks: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """(n,) whether the slot still holds a record of this rank: it was neither removed nor used since."""
+        standing: NDArray[np.bool_] = self._allocator.states(locations) == LIVE
+        live = np.flatnonzero(standing)
+        standing[live] = self.ranks(locations[live]) == ranks[live]
+        return standing
 
-    def _fill(self, order: _Order, slot_class: SlotClass, slots: int, without: list[_Chunk]) -> None:
-        """Put the coldest chunks of a class in order: enough for `slots` if each had one live slot."""
-        extents = self._allocator.extents_of(slot_class)
-        if not len(extents):
-            return
-        width = self._meet(extents.tolist()).chunks
-        stamps = self._stamp[extents, :width]
-        for chunk in without:
-            stamps[extents == chunk.extent, chunk.chunk] = _NEVER
-        rows, chunks = np.nonzero(stamps != _NEVER)
-        places = (extents[rows], chunks)
-        rank = stamps[rows, chunks].astype(np.uint64) << np.uint64(32)
-        rank |= (DEPTH_UNKNOWN - self._depth[places]).astype(np.uint64)
-        keys = self._key[places]
-        wanted = max(ORDER_CHUNKS, slots)
-        # Also where all chunks are in the order: what is written from now on is not, and comes behind them.
-        order.horizon = int(rank.max(initial=0)) + 1
-        if wanted < len(rank):
-            limit = np.partition(rank, wanted)[wanted]
-            # All of one rank belong together, or their keys would not decide.
-            kept = np.flatnonzero(rank <= limit)
-            rank, keys, places = rank[kept], keys[kept], (places[0][kept], places[1][kept])
-            order.horizon = int(limit) + 1
-        columns = zip(rank.tolist(), keys.tolist(), places[0].tolist(), places[1].tolist(), strict=True)
-        order.heap = [_Chunk(*column) for column in columns]
-        heapify(order.heap)
+    def ranks(self, locations: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """(n,) ranks of live records as they are now."""
+        depths = self._depths[locations >> SLOT_BITS, locations & SLOT_MASK]
+        return ranks_of(self._stamps.get(locations), depths)
+
+    def keys(self, locations: NDArray[np.int64]) -> list[int]:
+        """n order keys of live records as they are now."""
+        return order_keys(self.ranks(locations), self._ties[locations >> SLOT_BITS, locations & SLOT_MASK])
 
     # -- Extents
 
-    def _coldest_extent(self, but: SlotClass, exclude: Collection[int]) -> tuple[int, int] | None:
-        """(extent, stamp) of the coldest extent of all other classes, the lowest of several; None if there is none."""
-        others = [self._allocator.extents_of(each) for each in self._allocator.classes() if each != but]
+    def extent_to_take(self, slot_class: SlotClass, own_coldest: int | None, exclude: Collection[int]) -> int | None:
+        """The extent of another class that this one should take, the lowest of several; None if there is none or it
+        should evict its own records. own_coldest: stamp of the coldest of these, None if there are none. Extents with
+        slots in flight and those in `exclude` cannot be taken."""
+        allocator = self._allocator
+        others = [allocator.extents_of(each) for each in allocator.classes() if each != slot_class]
         extents = np.sort(np.concatenate(others)) if others else np.zeros(0, np.int64)
-        extents = extents[~np.isin(extents, list(exclude)) & ~self._allocator.busy_extents[extents]]
-        if not len(extents):
+        extents = extents[~np.isin(extents, list(exclude)) & ~allocator.busy_extents[extents]]
+        warmth, coldest = min(((self.warmth(extent), int(extent)) for extent in extents.tolist()), default=(0, None))
+        if own_coldest is not None and warmth >= own_coldest:
             return None
-        known = np.array([self._classes.get(extent) == self._now(extent) for extent in extents.tolist()])
-        figures = np.where(known, self._stamp[extents].max(axis=1, initial=_NEVER), _NEVER)
-        figures[self._allocator.live_counts[extents] == 0] = _NEVER
-        while True:
-            coldest = int(np.argmin(figures))
-            real = self._hottest(int(extents[coldest]))
-            if real <= figures[coldest]:
-                return int(extents[coldest]), real
-            figures[coldest] = real
+        return coldest
 
-    def _hottest(self, extent: int) -> int:
-        """The highest stamp of the live slots of an extent."""
-        live = self._allocator.row(extent) == LIVE
-        return int(np.where(live, self._stamps.row(extent), np.int64(_NEVER)).max(initial=_NEVER))
+    def warmth(self, extent: int) -> int:
+        """The stamp below or at which COLD_QUANTILE of an extent's records were last used; -1 without records."""
+        row = self._allocator.row(extent)
+        step = -(-len(row) // SAMPLED_SLOTS)
+        stamps = self._stamps.row(extent)[::step][row[::step] == LIVE]
+        if not len(stamps):
+            stamps = self._stamps.row(extent)[row == LIVE]
+        if not len(stamps):
+            return _NO_STAMP
+        place = int(COLD_QUANTILE * (len(stamps) - 1))
+        return int(np.partition(stamps, place)[place])
 
-    # -- Inside
+    def _widen(self, slots: int) -> None:
+        more = slots - self._depths.shape[1]
+        if more > 0:
+            self._depths = np.pad(self._depths, ((0, 0), (0, more)))
+            self._ties = np.pad(self._ties, ((0, 0), (0, more)))
 
-    def _now(self, extent: int) -> SlotClass | None:
-        geometry = self._allocator.geometry(extent)
-        return None if geometry is None else geometry.slot_class
 
-    def _meet(self, extents: list[int]) -> Geometry:
-        """The geometry of extents that are all of one class. What was kept of one for another class is forgotten."""
-        slot_classes = {self._now(extent) for extent in extents}
-        slot_class = slot_classes.pop()
-        if slot_classes or slot_class is None:
-            raise InvalidArgument("records of several classes, or of a free extent")
-        geometry = self._allocator.geometry_for(slot_class)
-        more = max(0, geometry.chunks - self._stamp.shape[1])
-        if more:
-            self._stamp = np.pad(self._stamp, ((0, 0), (0, more)), constant_values=_NEVER)
-            self._depth = np.pad(self._depth, ((0, 0), (0, more)), constant_values=DEPTH_UNKNOWN)
-            self._key = np.pad(self._key, ((0, 0), (0, more)), constant_values=_NO_KEY)
-        for extent in extents:
-            if self._classes.get(extent) != slot_class:
-                self._classes[extent] = slot_class
-                live = self._allocator.row(extent) == LIVE
-                stamps = np.where(live, self._stamps.row(extent), np.int64(_NEVER))
-                self._stamp[extent] = _NEVER
-                self._stamp[extent, : geometry.chunks] = stamps.reshape(geometry.chunks, -1).max(axis=1)
-                self._depth[extent] = DEPTH_UNKNOWN
-                self._key[extent] = _NO_KEY
-        return geometry
+def choose(snapshot: Snapshot, to_free: int, *, by_count: bool, window_share: float = EVICTION_WINDOW_SHARE) -> Queue:
+    """What to evict from a snapshot so that `to_free` is freed: a number of records (by_count), or bytes of extents,
+    where a slot counts as its share of its extent (`slot_share`). Takes about 40 ms for a million slots, on any
+    thread."""
+    pieces = [piece for piece in snapshot.pieces if piece.live.any()]
+    sizes = [1 if by_count else slot_share(piece.geometry) for piece in pieces]
+    if not pieces or to_free <= 0:
+        return Queue(np.zeros(0, np.int64), np.zeros(0, np.uint64), np.zeros(0, np.uint32))
+    stamps = np.concatenate([piece.stamps[piece.live] for piece in pieces])
+    window = int(window_share * len(stamps))
+    count = min(len(stamps), enough(to_free, window, min(sizes)))
+    # Few records are as old as this; only of them the whole order key is made.
+    last = np.partition(stamps, count - 1)[count - 1]
+    rows = [np.flatnonzero(piece.live & (piece.stamps <= last)) for piece in pieces]
+    pairs = list(zip(pieces, rows, strict=True))
+    locations = np.concatenate([slots + location_of(piece.extent, 0) for piece, slots in pairs])
+    ranks = np.concatenate([ranks_of(piece.stamps[slots], piece.depths[slots]) for piece, slots in pairs])
+    ties = np.concatenate([piece.ties[slots] for piece, slots in pairs])
+    chunks = np.concatenate([slots // piece.geometry.chunk_slots + location_of(piece.extent, 0)
+                             for piece, slots in pairs])
+    chunk_live = np.concatenate([
+        piece.live.reshape(piece.geometry.chunks, -1).sum(axis=1)[slots // piece.geometry.chunk_slots]
+        for piece, slots in pairs])
+    size = np.repeat(np.array(sizes, np.int64), list(map(len, rows)))
+    chosen = select(Records(ranks, ties, chunks, chunk_live, size), to_free, window)
+    return Queue(locations[chosen], ranks[chosen], ties[chosen])
+
+
+def slot_share(geometry: Geometry) -> int:
+    """Bytes of an extent that one of its slots stands for, table and rounding included."""
+    return geometry.extent_bytes // geometry.slots

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from efs.ask import all_of, tables_of
@@ -59,6 +59,7 @@ from efs.progress import Progress, read_progress
 from efs.reader import Reader
 from efs.shape import BlockShape
 from efs.stripe import ShardReport, shards_of
+from efs.sweep import SweepReport
 from efs.types import DropItem, GetReport, NodeInfo, PutItem, PutReport
 from efs.upkeep import Upkeep
 from efs.writer import Writer, check_items
@@ -102,6 +103,8 @@ class FileSystem:
         self._background.start("mend", self.mender.run)
         if gates and maintain:
             self._background.start("sync", self.upkeep.sync_until_done)
+        if maintain:
+            self._background.start("sweep", self.upkeep.sweep_for_ever)
         if scrub and maintain:
             self._background.start("scrub", self.upkeep.scrub_for_ever)
 
@@ -125,7 +128,8 @@ class FileSystem:
         """Own the store and its node directories. An absent node directory is a degraded node, never made anew.
 
         mapped: read slabs through memory maps (a failing disk then ends the process with SIGBUS) instead of preadv.
-        maintain: bring nodes that missed changes up to date in the background; else only `upkeep` does when asked.
+        maintain: bring nodes that missed changes up to date, and sweep now and then, in the background; else only
+        `upkeep` does when asked.
         scrub: read and check everything, round after round, in the background too.
         StoreNotFound, Locked, IdentityMismatch, FormatUnsupported, CorruptRecord or OpenFailed name the path.
         """
@@ -209,6 +213,25 @@ class FileSystem:
         await all_of(calls, deadline, len(calls))
         return len(dropped)
 
+    # -- space ----------------------------------------------------------------------------------------------------
+
+    async def collect(self, *, deadline_ms: float) -> dict[int, int]:
+        """Have every node free space down to its low watermark now; how many records each has evicted. A node that
+        cannot, or not by the deadline, is not in the result."""
+        self._require_open()
+        deadline = Deadline.after_ms(self._clock, deadline_ms)
+        calls = {index: node.collect(deadline) for index, node in self._reachable().items()}
+        evicted, _ = await all_of(calls, deadline, len(calls))
+        return evicted
+
+    async def sweep(self, *, after: bytes | None = None, max_seconds: float | None = None,
+                    purged: Collection[bytes] = ()) -> SweepReport:
+        """Remove hollow stripes and losing versions now (`efs.sweep`), and all records of the tenant tags in `purged`.
+
+        after: a key; only what stands behind it is swept. max_seconds: stop about then; the report says where."""
+        self._require_open()
+        return await self.upkeep.sweep(after=after, max_seconds=max_seconds, purged=purged)
+
     # -- looking closer -----------------------------------------------------------------------------------------
 
     async def look_up_all(self, key: bytes, *, deadline_ms: float) -> tuple[ShardReport, ...]:
@@ -289,6 +312,7 @@ async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,
     """Open all nodes at once into `opened`; returns why others are left out. Raises what is not tolerable, and then too
     every node that was opened is in `opened`."""
     problems: dict[int, str] = {}
+    made: dict[int, DirectoryNode] = {}
 
     async def one(index: int, path: str) -> None:
         why = absent_because(path)
@@ -297,8 +321,9 @@ async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,
             return
         try:
             check_node_id(io, path, config.node_ids[index])
-            opened[index] = await DirectoryNode.open(path, NodePlace(config.cluster_id, 0, index), io=io, clock=clock,
-                                                     durability=config.durability, mapped=mapped)
+            made[index] = opened[index] = await DirectoryNode.open(
+                path, NodePlace(config.cluster_id, 0, index), io=io, clock=clock, durability=config.durability,
+                mapped=mapped)
         except EfsError as error:
             if not tolerable(error):
                 raise
@@ -314,6 +339,8 @@ async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,
     for error in [task.exception() for task in tasks]:
         if error is not None:
             raise error
+    for node in made.values():
+        node.know_smallest(min(other.config.plan.capacity_bytes for other in made.values()))
     for index, why in sorted(problems.items()):
         _LOG.warning("the store is opened without node %d: %s", index, why)
     return problems

@@ -4,8 +4,7 @@
 Two passes, both in bounded memory, whatever the size of the store:
 
 1. *Tables* (`efs/tablecheck.py`), node by node, extent by extent: header pages, every table entry, and the index
-   entry that must stand for it. Orphan slots and data without index show here; so do the sums, and how cold the
-   coldest records are.
+   entry that must stand for it. Orphan slots and data without index show here; so do the sums.
 2. *Stripes* (`efs/stripecheck.py`): the twelve indexes, each sorted by key, are merged page by page. Of each key the
    table entries behind all its index entries are read and checked, deep also every payload; then `efs/verdict.py`
    judges its versions. Deep, the shards of a version are checked against each other once: ten of them must give the
@@ -38,7 +37,6 @@ from efs.placement import placement_group
 from efs.storeview import StoreView, last_key
 from efs.stripecheck import Judged, StripeCheck
 from efs.tablecheck import TableCheck
-from efs.warmth import Warmth
 
 SUSPICIONS_KEPT: Final = 1024
 RECHECK_MS: Final = 3_000
@@ -98,8 +96,7 @@ class Fsck:
         self._clock = clock or SystemClock()
         self._pause = pause
         self._progress = progress
-        self._warmth = Warmth({view.node_index: view.counters()["node_evicted"] for view in store.views})
-        self._stripes = StripeCheck(store.views, self._warmth, Codec() if self._options.deep else None)
+        self._stripes = StripeCheck(store.views, Codec() if self._options.deep else None)
         self._tables: dict[int, TableCheck] = {}
         self._agreeing = {view.node_index: 0 for view in store.views}
         self._problems_told = 0
@@ -155,7 +152,7 @@ class Fsck:
     # -- first pass
 
     def _check_tables(self, view: NodeView) -> Iterator[Finding]:
-        table = self._tables[view.node_index] = TableCheck(view, self._warmth, self.sums)
+        table = self._tables[view.node_index] = TableCheck(view, self.sums)
         suspected: list[Finding] = []
         try:
             for extent in range(view.slab.extents):

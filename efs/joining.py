@@ -81,6 +81,9 @@ class JoiningNode:
     async def list(self, after: bytes | None, limit: int, deadline: Deadline) -> ListPage:
         return await self._open().list(after, limit, deadline)
 
+    async def collect(self, deadline: Deadline) -> int:
+        return await self._open().collect(deadline)
+
     async def info(self, deadline: Deadline) -> NodeInfo:
         """Also while it is syncing: status shows it."""
         return await self._inner.info(deadline)

@@ -142,4 +142,4 @@ def batch_of(header: Header, shard: int, payload: NDArray[np.uint8], stamp: int)
     headers = build_headers(
         [header.key], shard, np.array([header.depth], np.uint32), header.tenant_tag, shape,
         np.array([header.segment_hashes], np.uint64), np.array([xxh3_64(payload.tobytes())], np.uint64))
-    return PutBatch([header.key], headers, slot, shape.shard_bytes, stamp)
+    return PutBatch([header.key], headers, slot, shape.shard_bytes, stamp, repair=True)

@@ -43,6 +43,8 @@ COUNTERS: tuple[str, ...] = (
     "node_unverified_checked", "node_verify_failed", "node_mended", "staged_reads", "node_queue_refused",
     # the store, as its owner sees it: nodes left out at an opening
     "nodes_degraded",
+    # a node's collections of space: how many, the latest stamp of anything it evicted, records refused as too cold
+    "node_collections", "node_evicted_stamp", "node_too_cold",
     # sweeps of the store
     "sweep_runs", "sweep_records", "sweep_hollow", "sweep_losing", "sweep_purged", "sweep_dropped", "sweep_spared",
     # repair and scrub of the store
@@ -95,6 +97,10 @@ class CounterFile:
             raise InvalidArgument(f"counter {name} cannot go down by {-count}")
         place = _place_of(name)
         self._words[place] = self._words[place] + count
+
+    def raise_to(self, name: str, value: int) -> None:
+        """For counters that are the highest of something: never down."""
+        self.add(name, max(0, value - self.get(name)))
 
     def get(self, name: str) -> int:
         place = _place_of(name)

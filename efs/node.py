@@ -19,10 +19,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from efs.background import Background
 from efs.clock import Clock, Deadline, stamp_of
+from efs.collector import Collector
 from efs.contract import Landing, NodeTable, PutBatch, PutOutcome, Span
 from efs.errors import EfsError, InvalidArgument
 from efs.extent import SLOT_BITS, Geometry, ranges_of
+from efs.fill import Fill
+from efs.gc import Watermarks
 from efs.index import IndexEntry
 from efs.iothread import IoThread, pass_on
 from efs.limits import CLOSE_MS, MAX_KEYS_PER_CALL, STAMP_FLUSH_MS, STUCK_AT_CLOSE_MS
@@ -45,6 +49,7 @@ from efs.nodereads import NodeReads
 from efs.nodestate import Locations, NodeState
 from efs.nodewriter import NodeWriter
 from efs.osio import Io
+from efs.placer import Placer
 from efs.recovery import OpenOptions, mark_closed, open_state
 from efs.shard import check_entries
 from efs.slab import Slab
@@ -60,7 +65,7 @@ class DirectoryNode:
     """See the module docstring. Made with `open`; belongs to the loop that opened it."""
 
     def __init__(self, io: Io, path: str, lock: OwnerLock, state: NodeState, clock: Clock, counters: CounterFile,
-                 durable: bool, mapped: bool, own_counters: bool) -> None:
+                 marks: Watermarks, durable: bool, mapped: bool, own_counters: bool) -> None:
         node_index = state.config.place.node_index
         self._io = io
         self._path = path
@@ -70,8 +75,13 @@ class DirectoryNode:
         self._lookups = Lookups(state, self._guard)
         self._reads = NodeReads(state, self._guard, mapped)
         self._verifier = Verifier(state, self._guard)
-        self._writer = NodeWriter(state, self._guard, self._lookups, durable, self._verifier.check)
+        self._fill = Fill(state, marks)
+        placer = Placer(state, self._guard, self._lookups, self._fill)
+        self._writer = NodeWriter(state, self._guard, self._lookups, placer, durable, self._verifier.check)
         self._verifier.writer = self._writer
+        self._collector = Collector(state, self._guard, placer, self._writer, self._fill)
+        self._background = Background()
+        self._background.start(f"collect node {node_index}", self._collector.run)
         self._own_counters = own_counters
         self._stamp_timer: asyncio.TimerHandle | None = None
 
@@ -89,12 +99,13 @@ class DirectoryNode:
 
     @classmethod
     async def open(cls, path: str, place: NodePlace, io: Io, clock: Clock, *, counters: CounterFile | None = None,
-                   mapped: bool = False, durability: Durability = "process",
+                   mapped: bool = False, durability: Durability = "process", marks: Watermarks | None = None,
                    boot_id: str | None = None) -> DirectoryNode:
         """Own a node directory.
 
         place: where the caller expects the node to belong. counters: of the node; None opens its own file. mapped: read
-        through a memory map. durability: "power" syncs each job. boot_id: of the machine; None asks the kernel.
+        through a memory map. durability: "power" syncs each job. marks: watermarks other than the default ones.
+        boot_id: of the machine; None asks the kernel.
         Locked names the holder's process id; IdentityMismatch what was found and expected; OpenFailed,
         FormatUnsupported and CorruptRecord name the file.
         """
@@ -109,7 +120,8 @@ class DirectoryNode:
         finally:
             unwanted.set()
             await thread.close(0)
-        return cls(io, path, lock, state, clock, counted, durability == "power", mapped, counters is None)
+        return cls(io, path, lock, state, clock, counted, marks or Watermarks(), durability == "power", mapped,
+                   counters is None)
 
     async def close(self) -> None:
         """See the contract and the module docstring. A second call does nothing."""
@@ -118,6 +130,7 @@ class DirectoryNode:
         self._guard.closed = True
         if self._stamp_timer is not None:
             self._stamp_timer.cancel()
+        await self._background.close()
         idle = await self._drained()
         if idle:
             idle = await self._finish()
@@ -257,9 +270,25 @@ class DirectoryNode:
 
     async def put(self, batch: PutBatch, deadline: Deadline) -> PutOutcome:
         """See the contract."""
-        outcome = await self._writer.put(batch, deadline)
-        self._flush_stamps_later()
-        return outcome
+        try:
+            return await self._writer.put(batch, deadline)
+        finally:
+            self._flush_stamps_later()
+            self._collector.look()
+
+    async def collect(self, deadline: Deadline) -> int:
+        """See the contract."""
+        self._guard.require_writable()
+        return await self._collector.collect(down_to_low=True, deadline=deadline)
+
+    async def settled(self) -> None:
+        """Wait until no collection is under way or due."""
+        await self._collector.settled()
+
+    def know_smallest(self, capacity_bytes: int) -> None:
+        """The capacity of the smallest node of the group: watermarks hold for what that one could keep."""
+        self._fill.know_smallest(capacity_bytes)
+        self._collector.look()
 
     async def drop(self, items: Sequence[DropItem], deadline: Deadline) -> int:
         """See the contract."""

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from efs.clock import Clock, Deadline
+from efs.clock import Arrivals, Clock, Deadline
 from efs.errors import NodeReadOnly, NodeUnavailable
 from efs.index import IndexDamaged
 from efs.iothread import IoThread, QueueFull, Settle, ThreadClosed, answer, pass_on
@@ -33,6 +33,7 @@ class Guard:
         self.counters = counters
         self.reader = IoThread(f"efs-node-{node_index}-reader", clock)
         self.writer = IoThread(f"efs-node-{node_index}-writer", clock)
+        self.arrivals = Arrivals(clock)
         self.closed = False
         self.read_only: str | None = None
         self.index_lost = False

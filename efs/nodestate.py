@@ -17,6 +17,7 @@ a stale index entry: counted, and owed for deletion.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from efs.allocator import FREE, LIVE, Allocator
 from efs.eviction import Eviction
 from efs.extent import SLOT_BITS, SLOT_MASK, Geometry, SlotClass, ranges_of
+from efs.gc import Horizon, ties_of
 from efs.hotmap import HotMap
 from efs.index import Index, IndexEntry
 from efs.limits import DELETE_BATCH, KEY_BYTES
@@ -64,6 +66,9 @@ class NodeState:
     hot: HotMap = field(default_factory=HotMap)
     coming: dict[bytes, asyncio.Future[None]] = field(default_factory=dict)
     leaving: set[bytes] = field(default_factory=set)
+    renewing: Counter[bytes] = field(default_factory=Counter)
+    """Index keys of records that puts have found here and whose new arrival is on its way to disk and table."""
+    horizons: dict[SlotClass, Horizon] = field(default_factory=dict)
     resolutions: list[Resolution] = field(default_factory=list)
     owed_entries: dict[bytes, IndexEntry] = field(default_factory=dict)
     owed_slots: set[int] = field(default_factory=set)
@@ -154,21 +159,25 @@ class NodeState:
         """Records are stored in reserved slots: each part's valid entries, (n, entry bytes), of this boot's epoch."""
         if not parts:
             return
-        depths, keys = [], []
+        depths, ties = [], []
         for part, raw in zip(parts, entries, strict=True):
             table = self.table(part.location >> SLOT_BITS)
             first = part.location & SLOT_MASK
             table.fill(first, raw)
             rows = table.entries[first : first + part.count]
             depths.append(rows["depth"])
-            keys.append(rows["key"])
+            ties.append(ties_of(rows["key"], rows["digest"]))
         locations = np.concatenate([part.locations() for part in parts])
         self.allocator.mark_live(locations)
         self.stamps.set(locations, stamp)
-        self.eviction.note(locations, np.concatenate(depths), np.concatenate(keys))
+        self.eviction.note(locations, np.concatenate(depths), np.concatenate(ties))
         names = [name[:KEY_BYTES] for part in parts for name in part.index_keys]
         self.hot.add_all(names, locations.tolist())
         self.note_changes(names)
+
+    def note_evicted(self, slot_class: SlotClass, highest: int, minute: int) -> None:
+        """Records of a class were evicted in order, the hottest of them with this order key."""
+        self.horizons[slot_class] = self.horizons.get(slot_class, Horizon()).note(highest, minute)
 
     def watch(self) -> Resolution:
         """Begin to record which keys change; ends with `unwatch`."""

@@ -7,6 +7,11 @@ records are announced in `state.coming` in the same go; another put of the same 
 *Giving up.* A caller whose deadline passes or who is cancelled leaves its job running; the result is applied all the
 same. Before its job was submitted, a put gives back all that it reserved.
 
+*Full nodes.* Of the new records those get in for which `efs/placer.py` finds slots; `efs.gc.admit` says which.
+
+*Sweeps.* A drop can ask for an age (`DropItem.older_than_ms`). A record whose arrival a put is renewing counts as just
+arrived from the moment in which the put has found it, also while the renewal is on its way.
+
 *Failures.* A job that fails leaves its slots free, and what it was to delete is owed. No space (ENOSPC, EDQUOT) is
 NodeFull and passes; a failed sync makes the node read-only; a full index first evicts and tries once more.
 """
@@ -24,15 +29,16 @@ from numpy.typing import NDArray
 
 from efs.batch import BatchFields, check_batch
 from efs.clock import Deadline, stamp_of
-from efs.contract import ABSENT, PutBatch, PutOutcome
+from efs.contract import ABSENT, TOO_COLD, PutBatch, PutOutcome
 from efs.errors import NodeFull, NodeReadOnly
 from efs.extent import SLOT_BITS, SLOT_MASK, SlotClass, ranges_of
+from efs.gc import order_keys, ranks_of, ties_of
 from efs.index import IndexFull
 from efs.limits import DELETE_BATCH, KEY_BYTES, MAX_VERSIONS_PER_KEY
 from efs.lookups import Lookups
 from efs.nodeguard import Guard
-from efs.nodestate import NodeState
-from efs.placer import Placement, Placer
+from efs.nodestate import Locations, NodeState
+from efs.placer import Newcomers, Placement, Placer
 from efs.shard import LOCAL_BYTES, entry_headers
 from efs.tables import Table
 from efs.types import DropItem
@@ -84,14 +90,23 @@ class Choice:
     why: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Rows of a batch that were stored, and why others were not."""
+
+    rows: tuple[int, ...] = ()
+    why: str | None = None
+
+
 class NodeWriter:
     """The writing side of one node. `durable`: jobs are synced (power mode). `check` verifies records by index key."""
 
-    def __init__(self, state: NodeState, guard: Guard, lookups: Lookups, durable: bool, check: Checker) -> None:
+    def __init__(self, state: NodeState, guard: Guard, lookups: Lookups, placer: Placer, durable: bool,
+                 check: Checker) -> None:
         self._state = state
         self._guard = guard
         self._lookups = lookups
-        self._placer = Placer(state, guard, lookups)
+        self._placer = placer
         self._durable = durable
         self._formats = Formats()
         self._check = check
@@ -107,7 +122,7 @@ class NodeWriter:
         try:
             return await self._put_once(batch, checked, slot_class, deadline)
         except IndexFull:
-            await self._make_index_room(slot_class, len(batch.keys), deadline)
+            await self._make_index_room(len(batch.keys), deadline)
         try:
             return await self._put_once(batch, checked, slot_class, deadline)
         except IndexFull as error:
@@ -120,21 +135,22 @@ class NodeWriter:
         names = [checked.index_keys[row] for row in choice.new]
         try:
             if choice.known:
-                renewal = self._renew(list(choice.known.values()))
+                self._use([version.location for version in choice.known.values()], batch.stamp)
+                renewal = self._renew({checked.index_keys[row]: found for row, found in choice.known.items()})
             done = self._announce(names)
         finally:
             exact.release()
-        kept = await self._store(batch, choice.new, names, slot_class, done, deadline) if names else 0
+        kept = await self._store(batch, checked, choice.new, slot_class, done, deadline) if names else Kept()
         if renewal is not None:
             await self._guard.result(renewal, deadline)
             self._state.counters.add("node_put_known", len(choice.known))
         stored = np.zeros(len(batch.keys), np.bool_)
-        stored[[*choice.known, *choice.new[:kept]]] = True
+        stored[[*choice.known, *kept.rows]] = True
         for row, first in choice.same_as.items():
             stored[row] = stored[first]
-        why = choice.why if kept == len(names) else NO_SLOT
-        if why == NO_SLOT and not stored.any():
-            raise self._full(why)
+        why = kept.why or choice.why
+        if kept.why is not None and not stored.any() and not batch.repair:
+            raise self._full(kept.why)
         return PutOutcome(stored, why)
 
     async def _choose(self, checked: BatchFields, deadline: Deadline) -> tuple[Exact, Choice]:
@@ -183,28 +199,33 @@ class NodeWriter:
                 choice.new.append(row)
         return choice
 
-    async def _store(self, batch: PutBatch, rows: Sequence[int], names: Sequence[bytes], slot_class: SlotClass,
-                     done: asyncio.Future[None], deadline: Deadline) -> int:
-        """Store rows of a batch that were announced; returns how many, from the first on, found a slot."""
+    async def _store(self, batch: PutBatch, checked: BatchFields, rows: Sequence[int], slot_class: SlotClass,
+                     done: asyncio.Future[None], deadline: Deadline) -> Kept:
+        """Store rows of a batch that were announced, as far as they get in."""
+        announced = [checked.index_keys[row] for row in rows]
+        stamp = min(batch.stamp, stamp_of(self._guard.clock.wall()))
         try:
-            placement = await self._placer.place(slot_class, len(rows), deadline)
-            placed = placement.count
-            job = self._put_job(batch, rows[:placed], names[:placed], slot_class, placement)
-            stamp = min(batch.stamp, stamp_of(self._guard.clock.wall()))
+            newcomers = Newcomers(slot_class, _order_keys(checked, rows, stamp), batch.repair)
+            placement = await self._placer.place(newcomers, deadline)
+            placed = [rows[at] for at in placement.rows[: placement.count]]
+            names = [checked.index_keys[row] for row in placed]
+            job = self._put_job(batch, placed, names, slot_class, placement)
             reserved = list(placement.ranges)
-            future = self._submit_placed(job, placement, partial(self._stored, job, stamp, names, done),
-                                         partial(self._not_stored, reserved, names, done))
+            future = self.submit_placed(job, placement, partial(self._stored, job, stamp, announced, done),
+                                        partial(self._not_stored, reserved, announced, done))
         except BaseException:
-            self._end(names, done)
+            self._end(announced, done)
             raise
+        if placement.too_cold:
+            self._state.counters.add("node_too_cold", len(rows) - len(placement.rows))
         await self._guard.result(future, deadline)
-        return placed
+        return Kept(tuple(placed), TOO_COLD if placement.too_cold else NO_SLOT if len(placed) < len(rows) else None)
 
     def _put_job(self, batch: PutBatch, rows: Sequence[int], names: Sequence[bytes], slot_class: SlotClass,
                  placement: Placement) -> WriteJob:
         geometry = self._state.allocator.geometry_for(slot_class)
         generations = self._state.next_generations(len(rows))
-        arrival_ms = int(self._guard.clock.wall() * 1000)
+        arrival_ms = self._guard.arrivals.now_ms()
         records, start = [], 0
         for slots in placement.ranges:
             stop = start + slots.count
@@ -247,11 +268,19 @@ class NodeWriter:
         if not done.done():
             done.set_result(None)
 
-    async def _make_index_room(self, slot_class: SlotClass, count: int, deadline: Deadline) -> None:
+    async def _make_index_room(self, count: int, deadline: Deadline) -> None:
         """The index is full: evict, and have the index entries deleted."""
-        placement = await self._placer.evict(slot_class, max(count, DELETE_BATCH), deadline)
-        job = WriteJob(tuple(placement.cleared), (), frozenset(placement.taken), (), tuple(placement.evicted))
-        await self._guard.result(self._submit_placed(job, placement, lambda _: 0, lambda: None), deadline)
+        queue = await self._placer.choose(None, max(count, DELETE_BATCH), True, deadline)
+        await self.evict(queue.locations, queue.ranks, deadline)
+
+    async def evict(self, locations: Locations, ranks: NDArray[np.uint64], deadline: Deadline) -> int:
+        """Evict those of the records that still have these ranks, on disk too; returns how many that were."""
+        self._guard.require_writable()
+        placement = await self._placer.evict(locations, ranks, deadline)
+        job = WriteJob(clears=tuple(placement.cleared), deletes=tuple(placement.evicted))
+        evicted = len(placement.evicted)
+        future = self.submit_placed(job, placement, lambda _: evicted, lambda: None)
+        return await self._guard.result(future, deadline)
 
     # -- drop and rewrite
 
@@ -260,16 +289,26 @@ class NodeWriter:
         self._guard.require_writable()
         exact = await self.exact([item.key for item in items], deadline)
         try:
-            held = {item.key + item.digest: exact.versions.get(item.key + item.digest) for item in items}
-            wanted = {item.key + item.digest: item.generation for item in items}
-            places = [version.location for name, version in held.items()
-                      if version is not None and version.generation == wanted[name]]
+            places = {version.location for item in items if (version := self._to_drop(exact, item)) is not None}
             if not places:
                 return 0
             future = self.drop_at(places)
         finally:
             exact.release()
         return await self._guard.result(future, deadline)
+
+    def _to_drop(self, exact: Exact, item: DropItem) -> Version | None:
+        """The record that an item means, if it is there and old enough."""
+        name = item.key + item.digest
+        version = exact.versions.get(name)
+        if version is None or version.generation != item.generation:
+            return None
+        if item.older_than_ms:
+            entry = exact.pinned[version.location >> SLOT_BITS].entries[version.location & SLOT_MASK]
+            arrival_ms = int(entry["arrival_ms"])
+            if name in self._state.renewing or not self._guard.arrivals.at_least(arrival_ms, item.older_than_ms):
+                return None
+        return version
 
     def drop_at(self, places: Iterable[int]) -> asyncio.Future[int]:
         """Remove live records, whose tables are in memory, by location."""
@@ -286,9 +325,24 @@ class NodeWriter:
         job = WriteJob(clears=tuple(clears), deletes=tuple(entries))
         return self.submit(job, lambda _: len(locations))
 
-    def _renew(self, versions: Sequence[Version]) -> asyncio.Future[int]:
+    def _use(self, locations: Sequence[int], stamp: int) -> None:
+        """A put of what is held is a use of it."""
+        self._state.stamps.touch(np.array(locations, np.int64), min(stamp, stamp_of(self._guard.clock.wall())))
+
+    def _renew(self, known: dict[bytes, Version]) -> asyncio.Future[int]:
         """Rewrite the entries of these records, whose tables are in memory, with the arrival of now."""
-        return self.rewrite([version.location for version in versions], int(self._guard.clock.wall() * 1000))
+        renewing = self._state.renewing
+        future = self.rewrite([version.location for version in known.values()], self._guard.arrivals.now_ms())
+        renewing.update(known.keys())
+
+        def renewed(_: asyncio.Future[int]) -> None:
+            for name in known:
+                renewing[name] -= 1
+                if not renewing[name]:
+                    del renewing[name]
+
+        future.add_done_callback(renewed)
+        return future
 
     def rewrite(self, locations: Iterable[int], arrival_ms: int | None) -> asyncio.Future[int]:
         """Write entries anew with the current boot epoch, and a new arrival unless None. Tables must be in memory."""
@@ -370,7 +424,7 @@ class NodeWriter:
 
     # -- jobs
 
-    def _submit_placed(self, job: WriteJob, placement: Placement, apply: Callable[[list[NDArray[np.uint8]]], R],
+    def submit_placed(self, job: WriteJob, placement: Placement, apply: Callable[[list[NDArray[np.uint8]]], R],
                        failed: Callable[[], None]) -> asyncio.Future[R]:
         """Submit the job of a placement, which ends with that."""
         try:
@@ -459,3 +513,10 @@ class NodeWriter:
     def _full(self, why: str) -> NodeFull:
         self._state.counters.add("node_full")
         return NodeFull(self._guard.node_index, why)
+
+
+def _order_keys(checked: BatchFields, rows: Sequence[int], stamp: int) -> list[int]:
+    """Order keys of new records with this stamp."""
+    fields = checked.fields[list(rows)]
+    stamps = np.full(len(rows), stamp, np.uint32)
+    return order_keys(ranks_of(stamps, fields["depth"]), ties_of(fields["key"], fields["digest"]))

@@ -30,6 +30,7 @@ from efs.allocator import Allocator
 from efs.errors import FormatUnsupported, IdentityMismatch, OpenFailed
 from efs.eviction import Eviction
 from efs.extent import SLOT_BITS, SLOT_MASK, Geometry
+from efs.gc import ties_of
 from efs.index import Index, IndexDamaged, IndexEntry, IndexFull
 from efs.metrics import CounterFile
 from efs.nodedir import (
@@ -285,7 +286,7 @@ def _assemble(io: Io, path: str, config: NodeConfig, boot: BootRecord, slab: Sla
             locations = slots + (extent << SLOT_BITS)
             allocator.mark_live(locations)
             rows = _entries_of(slab, tables, scan, extent)[slots]
-            eviction.note(locations, np.array(rows["depth"]), np.array(rows["key"]))
+            eviction.note(locations, np.array(rows["depth"]), ties_of(rows["key"], rows["digest"]))
             unverified += int(np.count_nonzero(rows["boot_epoch"] < boot.unverified_below))
     state = NodeState(config, boot, slab, index, allocator, stamps, eviction, tables, counters, unverified)
     state.allocated.update(scan.geometries)

@@ -45,9 +45,9 @@ class Judged:
 class StripeCheck:
     """Judges batches of keys. `views`: the nodes that can be read; may become fewer from call to call."""
 
-    def __init__(self, views: Sequence[NodeView], warmth: Warmth, codec: Codec | None) -> None:
+    def __init__(self, views: Sequence[NodeView], codec: Codec | None) -> None:
         self._live = views
-        self._warmth = warmth
+        self._warmth = Warmth()
         self._payloads = None if codec is None else PayloadCheck(codec)
         self._told: set[tuple[int, bytes, bytes]] = set()
 
@@ -64,12 +64,13 @@ class StripeCheck:
     def _was_told(self, node: int, key: bytes, digest: bytes) -> bool:
         return (node, key, digest) in self._told
 
-    def _last_used(self, sight: Sight) -> int:
-        return self._warmth.of(self._views[sight.node], sight.location, sight.arrival_ms)
+    def _stamp(self, sight: Sight) -> int:
+        return self._warmth.stamp(self._views[sight.node], sight.location)
 
     def judge(self, batch: Batch, young_after_ms: int | None, again: bool = False) -> Judged:
         """again: read geometries anew. young_after_ms: see `efs.verdict.Surroundings`."""
         judged = Judged()
+        self._warmth.look(self._live)
         stripes: dict[bytes, list[Sight]] = {}
         for index, entries in batch.items():
             sights = self._sights(self._views[index], entries, again)
@@ -77,7 +78,7 @@ class StripeCheck:
             for sight in sights:
                 stripes.setdefault(sight.key, []).append(sight)
         away = frozenset(range(STRIPE_SHARDS)) - self._views.keys()
-        around = Surroundings(away, self._was_told, self._last_used, self._warmth.may_be_evicted, young_after_ms)
+        around = Surroundings(away, self._was_told, self._stamp, self._warmth.may_be_evicted, young_after_ms)
         for keys in _portions(stripes):
             if self._payloads is not None:
                 checked = self._payloads.check(self._views, [sight for key in keys for sight in stripes[key]])

@@ -11,10 +11,9 @@ from typing import Final
 import numpy as np
 
 from efs.errors import EfsError, IdentityMismatch
-from efs.extent import SLOT_MASK, Geometry, extent_of, location_of
+from efs.extent import Geometry, extent_of, location_of
 from efs.findings import Finding, Kind, Sums
 from efs.nodeview import NodeView, Records, Slot
-from efs.warmth import MINUTE_MS, Warmth
 
 TABLE_ROWS: Final = 8192
 """Table entries read at a time."""
@@ -23,11 +22,10 @@ TABLE_ROWS: Final = 8192
 class TableCheck:
     """The tables of one node. `agreeing` counts sound entries that the index has at their slot."""
 
-    def __init__(self, view: NodeView, warmth: Warmth, sums: Sums) -> None:
+    def __init__(self, view: NodeView, sums: Sums) -> None:
         self.agreeing = 0
         self.used_extents = 0
         self._view = view
-        self._warmth = warmth
         self._sums = sums
         boot = view.boot()
         self._unverified_below = boot.unverified_below if boot is not None else 0
@@ -60,11 +58,9 @@ class TableCheck:
 
     def _check_slots(self, extent: int, geometry: Geometry) -> list[Finding]:
         suspected: list[Finding] = []
-        arrived = np.zeros(geometry.slots, np.int64)
         for start in range(0, geometry.slots, TABLE_ROWS):
             records = self._view.table_rows(extent, geometry, start, min(TABLE_ROWS, geometry.slots - start))
             live = records[records["status"] == Slot.LIVE]
-            arrived[(live["location"] & SLOT_MASK).astype(np.intp)] = live["arrival_ms"] // MINUTE_MS
             without = self._without_index(live)
             suspected += without
             self.agreeing += len(live) - len(without)
@@ -72,7 +68,6 @@ class TableCheck:
             self._sums.live_bytes += len(live) * geometry.slot_class.slot_bytes
             self._sums.torn += int(np.count_nonzero(records["status"] == Slot.TORN))
             self._sums.unverified += int(np.count_nonzero(live["boot_epoch"] < self._unverified_below))
-        self._warmth.note(self._view, extent, geometry, arrived)
         return suspected
 
     def _without_index(self, live: Records) -> list[Finding]:

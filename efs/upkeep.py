@@ -10,6 +10,8 @@ the node joins. Each step is noted, so that a sync goes on where it was when its
 
 *Scrub.* `scrub_for_ever` scrubs round after round, with a repair behind each; its cursor is noted every UPKEEP_SAVE_MS.
 
+*Sweep.* `sweep_for_ever` sweeps every SWEEP_EVERY_MS. Only one sweep runs at a time: `efs/sweep.py` relies on it.
+
 Notes are written by a daemon thread of their own: a disk that hangs holds up no call and no exit. Only the note that a
 node begins to miss changes is waited for.
 """
@@ -37,6 +39,7 @@ from efs.limits import (
     SCRUB_EVERY_MS,
     SCRUB_STEPS_PER_SECOND,
     STRIPE_SHARDS,
+    SWEEP_EVERY_MS,
     SWEEP_PAGES_PER_SECOND,
     SYNC_PASSES,
     SYNC_RETRY_MS,
@@ -74,6 +77,7 @@ class Upkeep:
         self._thread: IoThread | None = None
         self._saved_at = clock.monotonic()
         self._syncing_now = asyncio.Lock()
+        self._sweeping_now = asyncio.Lock()
         self.progress = progress
 
     def node(self, node_index: int) -> Node | None:
@@ -101,12 +105,15 @@ class Upkeep:
         self._save(replace(self.progress, scrub=report.cursor))
         return report
 
-    async def sweep(self, *, grace_ms: int = HOLLOW_GRACE_MS, purged: Collection[bytes] = (),
+    async def sweep(self, *, after: bytes | None = None, max_seconds: float | None = None,
+                    grace_ms: int = HOLLOW_GRACE_MS, purged: Collection[bytes] = (),
                     per_second: int | None = None) -> SweepReport:
-        """One sweep (see `efs.sweep.Sweep`)."""
+        """One sweep (see `efs.sweep.Sweep`), after the one that is running. per_second: pages, None for as many as
+        there is time for."""
         pace = Pace(self._traffic, per_second)
         sweep = Sweep(self._nodes, self._health, self._counters, self._clock, pace, purged=purged, grace_ms=grace_ms)
-        return await sweep.run()
+        async with self._sweeping_now:
+            return await sweep.run(after=after, max_seconds=max_seconds)
 
     @property
     def share_done(self) -> float:
@@ -180,6 +187,15 @@ class Upkeep:
             await self.sync(per_second=SWEEP_PAGES_PER_SECOND)
             if self.syncing:
                 await asyncio.sleep(SYNC_RETRY_MS / 1000)
+
+    async def sweep_for_ever(self) -> None:
+        """Sweep in the background: it wants to be held by somebody."""
+        while True:
+            await asyncio.sleep(SWEEP_EVERY_MS / 1000)
+            report = await self.sweep(per_second=SWEEP_PAGES_PER_SECOND)
+            if report.dropped:
+                _LOG.info("a sweep removed %d records: %d hollow and %d losing versions", report.dropped,
+                          report.hollow, report.losing)
 
     async def scrub_for_ever(self) -> None:
         """Scrub and repair, round after round."""

@@ -4,9 +4,7 @@ Input are *sights*: what each node's index lists under the key, and what is wron
 blocks; findings about records were made where the records were looked at.
 
 Fewer than twelve sound shards have an explanation when each missing one is on a node that is away, has a finding of
-its own, or was evicted. Eviction explains a shard that a node lacks when that node has evicted before and nothing of
-the same class that it still holds is colder than the version (stamps in minutes, one minute of slack, because stamps
-reach the disk late).
+its own, or was evicted (`efs/warmth.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from efs.extent import SlotClass
 from efs.findings import Finding, Kind
 from efs.limits import DATA_SHARDS, STRIPE_SHARDS
+from efs.warmth import STAMP_MS
 
 
 @dataclass(slots=True)
@@ -60,14 +59,14 @@ class Surroundings:
     """What the judge must know beside the sights.
 
     away: nodes that could not be read. told: whether there is a finding already about a node's lack of a version.
-    last_used: minute of last use of a sound record. evicted: whether eviction explains that a node lacks a version of
-    this class and stamp. young_after_ms: a version with a record that arrived later is not judged (None: judge all).
+    stamp: of a record. evicted: whether eviction explains that a node lacks a version with this stamp.
+    young_after_ms: a version with a record that arrived later is not judged (None: judge all).
     """
 
     away: Collection[int]
     told: Callable[[int, bytes, bytes], bool]
-    last_used: Callable[[Sight], int]
-    evicted: Callable[[int, SlotClass, int], bool]
+    stamp: Callable[[Sight], int]
+    evicted: Callable[[int, int], bool]
     young_after_ms: int | None
 
 
@@ -121,7 +120,8 @@ def _judge_version(key: bytes, digest: bytes, held: list[Sight], around: Surroun
 
 
 def _evicted(node: int, held: list[Sight], around: Surroundings) -> bool:
-    known = [sight for sight in held if sight.slot_class is not None]
-    if not known or known[0].slot_class is None:
+    known = [sight for sight in held if sight.agrees]
+    if not known:
         return False
-    return around.evicted(node, known[0].slot_class, max(map(around.last_used, known)))
+    stamp = max(max(map(around.stamp, known)), min(sight.arrival_ms for sight in known) // STAMP_MS)
+    return around.evicted(node, stamp)

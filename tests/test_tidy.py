@@ -24,11 +24,11 @@ MAX_FILE_LINES: Final = 600
 ORDER: Final = {
     "efs": """
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
-        contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate lookups
-        nodereads placer nodewriter recovery verifier node cluster hedge pinning scratch target unitread examine
-        fetch reader joining health ask pieces staging survey writer pace listing sweep findings indexprobe nodeview
-        storeview verdict warmth payloadcheck stripecheck tablecheck fsck background match memory stripe mend rebuild
-        repair progress scrub upkeep fs replace culprit fsckrepair
+        contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate fill lookups
+        nodereads placer nodewriter recovery verifier background collector node cluster hedge pinning scratch
+        target unitread examine fetch reader joining health ask pieces staging survey writer pace listing sweep
+        findings indexprobe nodeview storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
+        memory stripe mend rebuild repair progress scrub upkeep fs replace culprit fsckrepair
     """,
     "kvstore": """
         config tenants buffers layout keys hit loopthread store bench connectors demo machine traces
@@ -42,7 +42,7 @@ ORDER: Final = {
 """Modules of a package, or whole subpackages: each imports, at module level, only what stands before it here.
 Inside a subpackage there is no order, but no circle either."""
 
-AWAITED: Final = {"efs.gc": "its executor is not written yet; eviction by chunks does without"}
+AWAITED: Final[dict[str, str]] = {}
 """Modules that nothing uses yet, and why they stand here all the same."""
 
 OS_DATA_CALLS: Final = frozenset({

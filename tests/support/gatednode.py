@@ -124,6 +124,9 @@ class GatedNode:
     async def list(self, after: bytes | None, limit: int, deadline: Deadline) -> ListPage:
         return await self.inner.list(after, limit, deadline)
 
+    async def collect(self, deadline: Deadline) -> int:
+        return await self.inner.collect(deadline)
+
     async def info(self, deadline: Deadline) -> NodeInfo:
         return await self.inner.info(deadline)
 

@@ -2,8 +2,8 @@
 
 Slow and plain on purpose: what a directory node answers must be what this one answers. It has knobs. `warm` false makes
 every `…_now` method decline, so that callers take the awaiting path. `down` set to a reason makes every call raise
-NodeUnavailable. `hanging` is what `suspect` says. `capacity_records` bounds it: what does not fit is refused, nothing
-is evicted.
+NodeUnavailable. `hanging` is what `suspect` says. `capacity_records` bounds it: what does not fit is refused; nothing
+is evicted except by `collect`, in the order of `efs/gc.py`. `horizon` is its eviction horizon.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from efs.batch import check_batch, require_keys
 from efs.checksum import xxh3_64
 from efs.clock import Arrivals, Clock, Deadline, stamp_of
-from efs.contract import ABSENT, Landing, NodeTable, PutBatch, PutOutcome, Span, Stride, VersionRow
+from efs.contract import ABSENT, TOO_COLD, Landing, NodeTable, PutBatch, PutOutcome, Span, Stride, VersionRow
 from efs.errors import InvalidArgument, NodeFull, NodeUnavailable
+from efs.gc import NOTHING, Watermarks, order_key
 from efs.limits import MAX_VERSIONS_PER_KEY
 from efs.shard import Header, parse_header
 from efs.types import DropItem, ListedRecord, ListPage, NodeInfo
@@ -57,6 +58,7 @@ class MemoryNode:
         self.warm = True
         self.down: str | None = None
         self.hanging = False
+        self.horizon = NOTHING
         self.records: dict[bytes, dict[bytes, Stored]] = {}
         self.slots: dict[int, Stored] = {}
 
@@ -184,6 +186,7 @@ class MemoryNode:
         if known is not None and (known.trusted or self._check(known)):
             known.trusted = True
             known.arrival_ms = now_ms
+            known.stamp = max(known.stamp, self._clamp(batch.stamp))
             return None
         versions = self.records.get(key, {})
         if len(versions) >= MAX_VERSIONS_PER_KEY:
@@ -191,6 +194,8 @@ class MemoryNode:
         if self._capacity is not None and len(self.slots) >= self._capacity:
             return NO_SLOT
         raw = batch.headers[row].tobytes()
+        if batch.repair and self.horizon >= _order_key(parse_header(raw), self._clamp(batch.stamp)):
+            return TOO_COLD
         slot_class = (batch.payload.shape[1], len(raw))
         location = self._next.setdefault(slot_class, (len(self._next) + 1) * EXTENT_SLOTS)
         self._next[slot_class] = location + 1
@@ -253,6 +258,17 @@ class MemoryNode:
         page = tuple(_listed(stored) for _, stored in rest[:limit])
         return ListPage(page, rest[limit - 1][0] if len(rest) > limit else None)
 
+    async def collect(self, deadline: Deadline) -> int:
+        await self._pass(deadline)
+        if self._capacity is None:
+            return 0
+        too_many = max(0, len(self.slots) - int(Watermarks().low * self._capacity))
+        coldest = sorted(self.slots.values(), key=lambda stored: _order_key(stored.header, stored.stamp))[:too_many]
+        for stored in coldest:
+            self.horizon = max(self.horizon, _order_key(stored.header, stored.stamp))
+            self._forget(stored)
+        return too_many
+
     async def info(self, deadline: Deadline) -> NodeInfo:
         await self._pass(deadline)
         live = sum(stored.slot_bytes for stored in self.slots.values())
@@ -279,6 +295,10 @@ class MemoryNode:
         self._serve()
         if deadline.passed():
             raise NodeUnavailable(self._node_index, "no answer by the deadline")
+
+
+def _order_key(header: Header, stamp: int) -> int:
+    return order_key(stamp, header.depth, int.from_bytes(header.key[:3] + header.digest[:1], "big"))
 
 
 def _listed(stored: Stored) -> ListedRecord:

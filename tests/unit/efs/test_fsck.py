@@ -27,6 +27,7 @@ from efs.osio import SystemIo
 from efs.shard import header_dtype
 from efs.stamps import StampFile, write_stamps
 from efs.storeview import StoreView
+from efs.warmth import STAMP_MS
 from tests.support.fsckrun import check, check_deep, of_block, record
 from tests.support.laidstore import EXTENT_BYTES, LONG_AGO_MS, SHAPE, LaidBlock, LaidStore, flip, lay_store, make_blocks
 
@@ -477,10 +478,11 @@ def sorted_by_key(found: list[Finding]) -> list[Finding]:
 
 
 def evict(store: LaidStore, node: int, block: int) -> None:
-    """What a node's eviction leaves behind: the record is gone, and the node counted it."""
+    """What a node's eviction leaves behind: the record is gone, and the node counted it and its stamp."""
     store.drop(node, block)
     counters = CounterFile.open(os.path.join(store.node_path(node), COUNTERS_FILE), writable=True)
     counters.add("node_evicted")
+    counters.raise_to("node_evicted_stamp", LONG_AGO_MS // STAMP_MS)
     counters.close()
 
 
@@ -491,9 +493,9 @@ def test_a_record_that_was_evicted_is_counted_and_no_finding(store: LaidStore) -
     assert (sums.fading, sums.at_risk) == (1, 1)
 
 
-def test_a_record_warmer_than_what_an_evicting_node_keeps_was_not_evicted(store: LaidStore) -> None:
+def test_a_record_warmer_than_what_a_node_has_evicted_was_not_evicted(store: LaidStore) -> None:
     evict(store, 4, 10)
-    minute = LONG_AGO_MS // 60_000
+    minute = LONG_AGO_MS // STAMP_MS
     for node in range(STRIPE_SHARDS):
         write_stamps_of(store, node, {10: minute + 30})
     assert check(store)[0] == [of_block(Kind.AT_RISK_BLOCK, store, 10)]

@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import mmap
 import os
 import random
@@ -79,6 +80,7 @@ async def test_the_hard_limit_holds_at_every_moment_with_ten_writers(tmp_path: P
     assert io.highest <= capacity
     assert io.highest > capacity * 0.7
     assert box.counters.get("node_evicted") > 1_000
+    await node.settled()
     assert index_agrees(node)
     for records in latest.values():
         await box.holds(node, records)
@@ -88,6 +90,7 @@ async def test_the_hard_limit_holds_at_every_moment_with_ten_writers(tmp_path: P
     for records in latest.values():
         await box.holds(node, records)
     await box.store(node, make_records(100, NODE_INDEX, seed=99))
+    await node.settled()
     assert index_agrees(node)
     await node.close()
     assert box.du() <= capacity
@@ -97,7 +100,7 @@ async def test_the_coldest_records_go_first(tmp_path: Path) -> None:
     box = NodeBox(tmp_path, capacity_bytes=4 * MIB)
     node = await box.open()
     batches = []
-    for seed in range(8):
+    for seed in range(7):
         batches.append(make_records(64, NODE_INDEX, seed=seed, shape=LARGE))
         await box.store(node, batches[-1], stamp=10 + seed)
     assert box.counters.get("node_evicted") == 0
@@ -105,6 +108,7 @@ async def test_the_coldest_records_go_first(tmp_path: Path) -> None:
     node.touch(batches[0].keys, table.location, 100)
     for seed in range(8, 12):
         await box.store(node, make_records(64, NODE_INDEX, seed=seed, shape=LARGE), stamp=50)
+    await node.settled()
     evicted = [int((~await box.holds(node, batch)).sum()) for batch in batches]
     assert sum(evicted) == box.counters.get("node_evicted") > 0
     assert evicted[0] == 0, "a record that was touched went before colder ones"
@@ -128,7 +132,7 @@ async def test_a_second_slot_size_gets_space_on_a_full_node(tmp_path: Path) -> N
     box = NodeBox(tmp_path, capacity_bytes=4 * MIB)
     node = await box.open()
     for seed in range(12):
-        await box.store(node, make_records(60, NODE_INDEX, seed=seed, shape=LARGE), stamp=10)
+        await box.store(node, make_records(60, NODE_INDEX, seed=seed, shape=LARGE), stamp=seed)
     assert (await node.info(box.soon())).extents_used == box.config.plan.extents
     for seed in range(20, 23):
         small = make_records(700, NODE_INDEX, seed=seed)
@@ -137,6 +141,7 @@ async def test_a_second_slot_size_gets_space_on_a_full_node(tmp_path: Path) -> N
     large = make_records(300, NODE_INDEX, seed=30, shape=LARGE)
     await box.store(node, large, stamp=30)
     assert (await box.holds(node, large)).all()
+    await node.settled()
     assert index_agrees(node)
     await node.close()
 
@@ -150,6 +155,7 @@ async def test_more_records_than_a_node_holds_fill_it_and_the_rest_is_named(tmp_
     assert 500 < outcome.stored.sum() < 700
     held = await box.holds(node, records)
     assert (held == outcome.stored).all()
+    await node.settled()
     assert index_agrees(node)
     await node.close()
 
@@ -174,6 +180,7 @@ async def test_small_slots_fill_the_index_first_and_old_ones_make_room(tmp_path:
     assert info.extents_used < info.extents_total
     newest = make_records(1_500, NODE_INDEX, seed=7, shape=TINY, run=1)
     assert (await box.holds(node, newest)).all()
+    await node.settled()
     assert index_agrees(node)
     assert box.du() <= 8 * MIB
     await node.close()
@@ -189,6 +196,7 @@ async def test_a_map_that_is_full_before_its_budget_evicts_and_tries_once_more(t
     assert full == [1]
     assert box.counters.get("node_evicted") >= 512
     assert (await box.holds(node, new)).all()
+    await node.settled()
     assert index_agrees(node)
     full = _full_index(node, times=9)
     with pytest.raises(NodeFull, match="map is full"):
@@ -197,6 +205,7 @@ async def test_a_map_that_is_full_before_its_budget_evicts_and_tries_once_more(t
     node._state.index.put = type(node._state.index).put.__get__(node._state.index)  # type: ignore[method-assign]
     await box.store(node, make_records(100, NODE_INDEX, seed=3), stamp=3)
     assert (await box.holds(node, make_records(100, NODE_INDEX, seed=3))).all()
+    await node.settled()
     assert index_agrees(node)
     await node.close()
 
@@ -232,6 +241,7 @@ async def test_runs_stay_together_when_the_node_has_turned_over_three_times(tmp_
         ranges += len(ranges_of((await node.look_up(records.keys, box.soon())).location))
     mean = sum(len(records) for records in batches[-40:]) / ranges
     assert mean > 20, f"{mean:.1f} slots in a contiguous range"
+    await node.settled()
     assert index_agrees(node)
     await node.close()
 
@@ -262,6 +272,7 @@ async def test_keys_and_tables_that_left_memory_are_found_again(tmp_path: Path) 
     assert sum(found.tobytes() == digest for found, digest in zip(table.digest, digests, strict=True)) >= 1_170
     for records in (*stored[:1], *stored[2:]):
         assert (await box.holds(node, records)).all()
+    await node.settled()
     assert index_agrees(node)
     await node.close()
 
@@ -289,10 +300,11 @@ async def test_look_ups_beside_writers_always_see_whole_records(tmp_path: Path) 
     pool = [make_records(64, NODE_INDEX, seed=seed, shape=LARGE) for seed in range(20)]
     source = random.Random(5)
     seen = 0
+    stamps = itertools.count()
 
-    async def write(number: int) -> None:
-        for turn in range(15):
-            await node.put(source.choice(pool).batch(turn), box.soon())
+    async def write() -> None:
+        for _ in range(15):
+            await node.put(source.choice(pool).batch(next(stamps)), box.soon())
 
     async def look() -> None:
         nonlocal seen
@@ -317,14 +329,16 @@ async def test_look_ups_beside_writers_always_see_whole_records(tmp_path: Path) 
             items = [records.drop_items(table.generation)[row] for row in rows]
             await node.drop(items, box.soon())
 
-    writing = [asyncio.ensure_future(write(number)) for number in range(4)]
+    writing = [asyncio.ensure_future(write()) for _ in range(4)]
     await asyncio.gather(*writing, *(look() for _ in range(4)), drop())
     assert box.counters.get("node_evicted") > 0
     assert box.counters.get("node_dropped") > 0
     assert box.counters.get("node_index_mismatch") == 0
+    await node.settled()
     assert index_agrees(node)
     await node.close()
     node = await box.open()
+    await node.settled()
     assert index_agrees(node)
     await node.close()
 
