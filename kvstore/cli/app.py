@@ -23,6 +23,7 @@ from kvstore.cli import (
     demo_cmd,
     doctor_cmd,
     fsck_cmd,
+    gc_cmd,
     get_cmd,
     init_cmd,
     inspect_cmd,
@@ -34,6 +35,7 @@ from kvstore.cli import (
     replay_cmd,
     scrub_cmd,
     status_cmd,
+    sweep_cmd,
     tenant_cmd,
 )
 from kvstore.cli.failures import BROKEN_PIPE, keep_tracebacks_away, one_line, report
@@ -51,6 +53,8 @@ REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
     fsck_cmd.register,
     repair_cmd.register,
     scrub_cmd.register,
+    gc_cmd.register,
+    sweep_cmd.register,
     node_cmd.register,
     tenant_cmd.register,
     config_cmd.register,
