@@ -41,7 +41,7 @@ class SystemClock:
 
 
 def stamp_of(wall_seconds: float) -> int:
-    """The access stamp of a moment: whole minutes since the epoch (design, "Access times")."""
+    """The access stamp of a moment: its number of STAMP_SECONDS since the epoch."""
     return int(wall_seconds) // STAMP_SECONDS
 
 

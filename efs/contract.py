@@ -176,7 +176,7 @@ class Node(Protocol):
         ...
 
     def touch(self, keys: Sequence[bytes], locations: NDArray[np.int64] | None, stamp: int) -> None:
-        """Note that the keys were used in minute `stamp` (clamped to the node's own clock). Never blocks, best effort.
+        """Note that the keys were used at `stamp` (clamped to the node's own clock). Never blocks, best effort.
         With `locations` from a look-up of the same keys no second look-up is made."""
         ...
 

@@ -133,10 +133,11 @@ CLOSE_MS: Final = 5_000.0
 """Most that closing a store waits for its nodes; one that hangs is left to its daemon threads."""
 INFO_DEADLINE_MS: Final = 1_000
 """For asking a node what it is and how full."""
-STAMP_SECONDS: Final = 60
-"""Resolution of access times."""
-STAMP_FLUSH_MS: Final = 5_000.0
-"""Changed stamps reach their file after this."""
+STAMP_SECONDS: Final = 1
+"""Resolution of access times: far below the time in which the smallest real store turns over (decision 0007)."""
+STAMP_FLUSH_MS: Final = 60_000.0
+"""Changed stamps reach their file after this: under steady traffic every extent in use is written that often, 23 KiB
+each for V4.1 shards."""
 
 # -- Rates and queues ----------------------------------------------------------------------------------------------
 

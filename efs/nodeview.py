@@ -175,7 +175,7 @@ class NodeView:
         return self._damaged.get(extent)
 
     def stamps(self, extent: int, geometry: Geometry) -> NDArray[np.uint32]:
-        """(slots,) minutes of last use as the owner last wrote them."""
+        """(slots,) stamps of last use as the owner last wrote them."""
         return read_stamps(self._io, stamps_path(self.path), extent, geometry)
 
     # -- table entries

@@ -1,4 +1,5 @@
-"""Access stamps: the minute in which each slot was last used, a uint32 for every slot of every assigned extent.
+"""Access stamps: when each slot was last used, in STAMP_SECONDS since the epoch, a uint32 for every slot of every
+assigned extent.
 
 In memory the stamps are authoritative while a process owns the node; on disk they are best effort: one file for each
 extent, `stamps/` + the extent index as eight hex digits, rewritten in place some time after a change. Losing any of

@@ -72,8 +72,8 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class ListedRecord:
-    """One record as `list` shows it. `arrival_ms` is wall time in ms, `stamp` in minutes; `segments` is how many the
-    block has, which whoever asks for the record's header must say."""
+    """One record as `list` shows it. `arrival_ms` is wall time in ms, `stamp` in STAMP_SECONDS; `segments` is how many
+    the block has, which whoever asks for the record's header must say."""
 
     key: bytes
     digest: bytes

@@ -2,7 +2,8 @@
 
 A node counts the latest stamp of anything that it has evicted, or refused because it would have had to evict something
 hotter (`node_evicted_stamp`, which only goes up). A version that was last used then or earlier may have been evicted
-there, a warmer one can not. A unit of stamps is allowed for, because a put may straddle the border of one.
+there, a warmer one can not. A put's records carry the stamp of its beginning and arrive up to MAX_DEADLINE_MS later,
+so that much is allowed for.
 
 A version is as warm as the latest stamp of its records, and at least as warm as the first of them to arrive, whatever
 the stamp files say, which reach the disk late. Not as the last: repair brings shards back long after their time.
@@ -10,6 +11,7 @@ the stamp files say, which reach the disk late. Not as the last: repair brings s
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
@@ -18,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.extent import Geometry, extent_of, slot_of
-from efs.limits import STAMP_SECONDS
+from efs.limits import MAX_DEADLINE_MS, STAMP_SECONDS
 from efs.nodeview import NodeView
 
-SLACK: Final = 1
+SLACK: Final = math.ceil(MAX_DEADLINE_MS / 1000 / STAMP_SECONDS) + 1
 """In units of stamps."""
 STAMP_FILES_KEPT: Final = 256
 STAMP_MS: Final = STAMP_SECONDS * 1000

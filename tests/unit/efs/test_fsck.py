@@ -27,7 +27,7 @@ from efs.osio import SystemIo
 from efs.shard import header_dtype
 from efs.stamps import StampFile, write_stamps
 from efs.storeview import StoreView
-from efs.warmth import STAMP_MS
+from efs.warmth import SLACK, STAMP_MS
 from tests.support.fsckrun import check, check_deep, of_block, record
 from tests.support.laidstore import EXTENT_BYTES, LONG_AGO_MS, SHAPE, LaidBlock, LaidStore, flip, lay_store, make_blocks
 
@@ -495,14 +495,17 @@ def test_a_record_that_was_evicted_is_counted_and_no_finding(store: LaidStore) -
 
 def test_a_record_warmer_than_what_a_node_has_evicted_was_not_evicted(store: LaidStore) -> None:
     evict(store, 4, 10)
-    minute = LONG_AGO_MS // STAMP_MS
+    evicted_at = LONG_AGO_MS // STAMP_MS
     for node in range(STRIPE_SHARDS):
-        write_stamps_of(store, node, {10: minute + 30})
+        write_stamps_of(store, node, {10: evicted_at + SLACK})
+    assert check(store)[0] == []
+    for node in range(STRIPE_SHARDS):
+        write_stamps_of(store, node, {10: evicted_at + SLACK + 1})
     assert check(store)[0] == [of_block(Kind.AT_RISK_BLOCK, store, 10)]
 
 
 def write_stamps_of(store: LaidStore, node: int, stamps: dict[int, int]) -> None:
     row = np.zeros(store.geometry.slots, np.uint32)
-    for block, minute in stamps.items():
-        row[block] = minute
+    for block, stamp in stamps.items():
+        row[block] = stamp
     assert write_stamps(SystemIo(), stamps_path(store.node_path(node)), [StampFile(0, store.geometry, row)]) == []

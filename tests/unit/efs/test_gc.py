@@ -152,14 +152,13 @@ def test_the_tail_of_a_chain_goes_before_its_head_however_prefixes_were_used() -
 
 
 def test_a_head_used_at_second_0_and_with_its_tail_at_second_59_outlives_the_tail() -> None:
-    first, second = stamp_of(0), stamp_of(59)
-    assert first == second
-    blocks = [Block(second, depth, key_of(depth)) for depth in range(20)]
+    stamps = {depth: stamp_of(0) for depth in range(10)} | {depth: stamp_of(59) for depth in range(20)}
+    blocks = [Block(stamp, depth, key_of(depth)) for depth, stamp in stamps.items()]
     assert [block.depth for block in chosen(blocks, select(node_with(blocks), 64 * 10))] == list(range(19, 9, -1))
 
 
 def test_no_record_is_exempt_and_a_look_up_pins_nothing() -> None:
-    """Fault 36: the hottest record goes too when everything must, and used records go in the order of their minutes."""
+    """Fault 36: the hottest record goes too when everything must, and used records go in the order of their stamps."""
     blocks = [Block(minute, 0, key_of(minute)) for minute in (5, 2**32 - 1, 1)]
     assert sorted(select(node_with(blocks), 10**9).tolist()) == [0, 1, 2]
     used = [Block(10 if number == 0 else 1, 0, key_of(number)) for number in range(5)]
