@@ -6,12 +6,9 @@ that were put: a block's payload follows from its number, so a wrong byte ends t
 each other without pause, one at a time; memory holds one request's blocks.
 
 *Time.* Wall time, which stamps and ages are made of, follows the trace: it is START plus the request's timestamp, and
-stands still in between. Monotonic time, which deadlines are made of, is the machine's. A stamp is a number of
-STAMP_SECONDS, which tells uses apart in a store that holds what many stamps bring. A busy trace against a store that
-holds a few seconds of it is another thing: most records would share a stamp or two, and only their depth would count.
-Such a trace is a fast-forward, so its time is *stretched*: by default to the smallest whole factor by which the
-requests take at least STAMPS_A_TURNOVER stamps to ask for as many blocks as the store keeps. The factor is a part of
-the result, and 1 can be asked for.
+stands still in between. Monotonic time, which deadlines are made of, is the machine's. A trace that is busier than
+stamps are fine (a store that turns over in a few of them can tell uses apart by their depth only) can have its time
+*stretched* by a factor, which is a part of the result.
 
 *Ratios* are of all tokens of all prompts and of all full blocks. The first request of a prefix always misses, so an
 infinite cache is the ceiling of every other, and Belady's choice the ceiling at this capacity.
@@ -34,7 +31,7 @@ from efs.clock import SystemClock
 from efs.cluster import read_store_config
 from efs.errors import EfsError, InvalidArgument
 from efs.fs import FileSystem
-from efs.limits import MAX_DEADLINE_MS, STAMP_SECONDS
+from efs.limits import MAX_DEADLINE_MS
 from efs.metrics import CounterFile
 from efs.nodedir import COUNTERS_FILE
 from efs.osio import SystemIo
@@ -49,10 +46,7 @@ Bytes = NDArray[np.uint8]
 Progress = Callable[[int], None]
 
 START: Final = 1_800_000_000
-"""Wall time of the trace's time 0: the border of a minute."""
-STAMPS_A_TURNOVER: Final = 10
-
-assert START % STAMP_SECONDS == 0
+"""Wall time of the trace's time 0."""
 
 
 class ReplayFailed(EfsError):
@@ -87,11 +81,6 @@ class Workload:
     def seconds(self) -> float:
         """From the first request to the last, by the trace's clock."""
         return (self.requests[-1].timestamp_ms - self.requests[0].timestamp_ms) / 1000
-
-    def stretch(self, kept_blocks: int) -> int:
-        """The factor of the module docstring for a store that keeps so many blocks."""
-        turnover_s = self.seconds * kept_blocks / self.asked_blocks
-        return 1 if turnover_s == 0 else max(1, math.ceil(STAMPS_A_TURNOVER * STAMP_SECONDS / turnover_s))
 
     def token_ratio(self, hit_blocks: int) -> float:
         return hit_blocks * BLOCK_TOKENS / self.input_tokens
@@ -172,17 +161,16 @@ class TraceClock:
         self._wall = max(self._wall, START + trace_seconds * self._stretch)
 
 
-async def replay(workload: Workload, plan: StorePlan, directory: Path, *, capacity: str, stretch: float | None = None,
+async def replay(workload: Workload, plan: StorePlan, directory: Path, *, capacity: str, stretch: float = 1.0,
                  progress: Progress = lambda _: None) -> ReplayReport:
-    """Run a trace through a new store in `directory`, which is made. stretch: None for the default factor.
+    """Run a trace through a new store in `directory`, which is made. stretch: factor of the trace's time.
 
     progress(requests done) is called after each request. ReplayFailed for a wrong byte; InvalidArgument for a stretch
     that is not above 0; whatever making and opening a store raises.
     """
-    if stretch is not None and not 0 < stretch < math.inf:
+    if not 0 < stretch < math.inf:
         raise InvalidArgument(f"stretch is {stretch}, must be above 0")
-    factor = workload.stretch(plan.blocks) if stretch is None else stretch
-    clock = TraceClock(factor)
+    clock = TraceClock(stretch)
     began = clock.monotonic()
     root = str(directory)
     FileSystem.init(root, plan.capacity_bytes, extent_bytes=plan.extent_bytes, index_bytes=plan.index_bytes)
@@ -191,7 +179,7 @@ async def replay(workload: Workload, plan: StorePlan, directory: Path, *, capaci
         counts = await _run(workload, store, clock, plan.block_bytes, progress)
     finally:
         await store.close()
-    return _report(workload, plan, capacity, factor, counts, _evicted(root), clock.monotonic() - began)
+    return _report(workload, plan, capacity, stretch, counts, _evicted(root), clock.monotonic() - began)
 
 
 async def _run(workload: Workload, store: KVStore, clock: TraceClock, block_bytes: int, progress: Progress) -> _Counts:

@@ -62,10 +62,7 @@ def run_replay(
     requests: Annotated[
         int | None, typer.Option("--requests", metavar="N", min=1, help="Only the first N requests.")
     ] = None,
-    stretch: Annotated[
-        float | None,
-        typer.Option("--stretch", metavar="X", help="Of the trace's time.  [default: as much as stamps need]"),
-    ] = None,
+    stretch: Annotated[float, typer.Option("--stretch", metavar="X", help="Factor of the trace's time.")] = 1.0,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw a PNG (needs matplotlib).")] = (
         None
     ),
@@ -91,7 +88,7 @@ def run_replay(
     return NOT_ALL if strict and any(abs(report.points_below_lru) > POINTS_ALLOWED for report in reports) else 0
 
 
-def _replay_all(terminal: Terminal, workload: Workload, plans: list[tuple[str, StorePlan]], stretch: float | None,
+def _replay_all(terminal: Terminal, workload: Workload, plans: list[tuple[str, StorePlan]], stretch: float,
                 directory: str | None) -> list[ReplayReport]:
     reports: list[ReplayReport] = []
     with (
