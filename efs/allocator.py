@@ -11,6 +11,9 @@ table entry still stands.
 
 A transition from any other state is refused with InvalidArgument before anything changes.
 
+*Tenants.* A live slot has the tenant tag of its record, a word of 8 bytes, 0 without a tenant. What each tag holds
+(`tag_bytes`) changes in the same call as the states, so it cannot drift from them either.
+
 *Placement.* `allocate` keeps a request together. Where a gap holds all that is left of it, it goes there: into the
 extent whose longest gap is the shortest that suffices, there into the smallest such gap; a chunk or more starts on a
 chunk border if that is possible. Else gaps of a chunk or more are filled, then free extents are opened, and the
@@ -18,7 +21,7 @@ remaining gaps come last; both go extent by extent, the one with the longest gap
 the lowest location.
 
 Cost: a few vector operations over the extents of the node for each request, and one scan of each extent that changed.
-Memory: one byte for each slot of an extent in use (rows are as long as the extent with most slots needs, but memory
+Memory: nine bytes for each slot of an extent in use (rows are as long as the extent with most slots needs, but memory
 that was never written is not backed).
 """
 
@@ -100,6 +103,9 @@ class Allocator:
         self._live = np.zeros(extents, np.int64)
         self._reserved = np.zeros(extents, np.int64)
         self._states = np.zeros((extents, 0), np.uint8)
+        self._tags = np.zeros((extents, 0), np.uint64)
+        self._slot_bytes = np.zeros(extents, np.int64)
+        self._tag_bytes: dict[int, int] = {}
         self._gaps: dict[int, _Gaps] = {}
         self._stale = np.zeros(extents, np.bool_)
         self._longest = np.zeros(extents, np.int64)
@@ -134,6 +140,7 @@ class Allocator:
         self._widen(geometry.slots)
         self._class_of[extent] = number
         self._slots[extent] = geometry.slots
+        self._slot_bytes[extent] = slot_class.slot_bytes
         self._stale[extent] = True
         return geometry
 
@@ -141,6 +148,8 @@ class Allocator:
         """Make an extent free, whatever is live in it. InvalidArgument while a slot of it is reserved."""
         if self.busy(extent):
             raise InvalidArgument(f"extent {extent} has slots in flight")
+        held = self.live_slots_of(extent)
+        self._count_tags(np.full(len(held), extent), held, -1)
         self._states[extent, : self._slots[extent]] = FREE
         self._class_of[extent] = _NO_CLASS
         self._slots[extent] = self._live[extent] = 0
@@ -179,9 +188,10 @@ class Allocator:
             ranges += found
         return Allocation(tuple(ranges), tuple(fresh), max(left, 0))
 
-    def mark_live(self, locations: NDArray[np.int64]) -> None:
-        """RESERVED or FREE → LIVE. InvalidArgument for a slot that is live, named twice, or does not exist."""
-        self._move(locations, LIVE)
+    def mark_live(self, locations: NDArray[np.int64], tags: NDArray[np.uint64] | None = None) -> None:
+        """RESERVED or FREE → LIVE. tags: (n,) tenant tags of the records, None when they have no tenant.
+        InvalidArgument for a slot that is live, named twice, or does not exist."""
+        self._move(locations, LIVE, tags)
 
     def release(self, locations: NDArray[np.int64]) -> None:
         """RESERVED or LIVE → FREE. InvalidArgument for a slot that is free, named twice, or does not exist."""
@@ -196,6 +206,14 @@ class Allocator:
         extents, slots, exist = self._split(locations)
         found = np.zeros(len(locations), np.uint8)
         found[exist] = self._states[extents[exist], slots[exist]]
+        return found
+
+    def tags(self, locations: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """(n,) tenant tags of live slots; 0 for others."""
+        extents, slots, exist = self._split(locations)
+        found = np.zeros(len(locations), np.uint64)
+        found[exist] = self._tags[extents[exist], slots[exist]]
+        found[self.states(locations) != LIVE] = 0
         return found
 
     def row(self, extent: int) -> NDArray[np.uint8]:
@@ -250,6 +268,26 @@ class Allocator:
     def extents_used(self) -> int:
         return int(np.count_nonzero(self._class_of != _NO_CLASS))
 
+    def tag_bytes(self) -> dict[int, int]:
+        """Bytes of live slots by tenant tag, of the tags that have any; they add up to `live_bytes`."""
+        return dict(self._tag_bytes)
+
+    def locations_of(self, tags: Collection[int], most: int) -> NDArray[np.int64]:
+        """Live locations of records with one of these tenant tags, ascending, up to about `most`: extents are taken
+        whole."""
+        wanted = np.array([tag for tag in tags if tag in self._tag_bytes], np.uint64)
+        found: list[NDArray[np.int64]] = []
+        count = 0
+        for extent in np.flatnonzero(self._live).tolist() if len(wanted) else ():
+            held = self.live_slots_of(extent)
+            held = held[np.isin(self._tags[extent, held], wanted)]
+            if len(held):
+                found.append(held + location_of(extent, 0))
+                count += len(held)
+            if count >= most:
+                break
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
     def free_slots(self, slot_class: SlotClass) -> int:
         """Free slots in the extents of a class; free extents are not counted."""
         mine = self.extents_of(slot_class)
@@ -276,6 +314,13 @@ class Allocator:
                 raise CorruptRecord(f"extent {extent}: a slot is in use that does not exist")
             if counts[RESERVED] != self._reserved[extent] or counts[LIVE] != self._live[extent]:
                 raise CorruptRecord(f"extent {extent}: slot counters disagree with slot states")
+        counted: dict[int, int] = {}
+        for extent in np.flatnonzero(self._live).tolist():
+            tags, counts = np.unique(self._tags[extent, self.live_slots_of(extent)], return_counts=True)
+            for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
+                counted[tag] = counted.get(tag, 0) + count * int(self._slot_bytes[extent])
+        if counted != self._tag_bytes:
+            raise CorruptRecord("bytes by tenant tag disagree with slot states")
 
     # -- Inside
 
@@ -296,7 +341,9 @@ class Allocator:
             wider = np.zeros((self.extents, slots), np.uint8)
             used = np.flatnonzero(self._class_of != _NO_CLASS)
             wider[used, : self._states.shape[1]] = self._states[used]
-            self._states = wider
+            tags = np.zeros((self.extents, slots), np.uint64)
+            tags[used, : self._tags.shape[1]] = self._tags[used]
+            self._states, self._tags = wider, tags
 
     def _split(self, locations: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Extent and slot of each location, and whether it exists; extents of those that do not may be out of range."""
@@ -305,10 +352,12 @@ class Allocator:
         exist &= slots < self._slots[np.where(exist, extents, 0)]
         return extents, slots, exist
 
-    def _move(self, locations: NDArray[np.int64], target: int) -> None:
+    def _move(self, locations: NDArray[np.int64], target: int, tags: NDArray[np.uint64] | None = None) -> None:
         """Change states of locations that must all be in another state than `target`."""
         if not len(locations):
             return
+        if tags is not None and len(tags) != len(locations):
+            raise InvalidArgument(f"{len(tags)} tenant tags for {len(locations)} locations")
         extents, slots, exist = self._split(locations)
         if not exist.all():
             raise InvalidArgument(f"location {int(locations[~exist][0]):#x} does not exist")
@@ -323,9 +372,26 @@ class Allocator:
         self._reserved -= left
         if target == LIVE:
             self._live += np.bincount(extents, minlength=self.extents)
+            self._tags[extents, slots] = 0 if tags is None else tags
+            self._count_tags(extents, slots, 1)
         else:
-            self._live -= np.bincount(extents[before == LIVE], minlength=self.extents)
+            gone = before == LIVE
+            self._live -= np.bincount(extents[gone], minlength=self.extents)
+            self._count_tags(extents[gone], slots[gone], -1)
         self._stale[extents] = True
+
+    def _count_tags(self, extents: NDArray[np.int64], slots: NDArray[np.int64], sign: int) -> None:
+        """Live slots came or went."""
+        if not len(slots):
+            return
+        tags = self._tags[extents, slots]
+        sizes = self._slot_bytes[extents]
+        for tag in ([int(tags[0])] if (tags == tags[0]).all() else np.unique(tags).tolist()):
+            size = self._tag_bytes.get(tag, 0) + sign * int(sizes[tags == tag].sum())
+            if size:
+                self._tag_bytes[tag] = size
+            else:
+                del self._tag_bytes[tag]
 
     def _reserve(self, slots: SlotRange) -> None:
         extent, first = slots.location >> SLOT_BITS, slots.location & SLOT_MASK

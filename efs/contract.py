@@ -13,7 +13,7 @@ only while the call is being awaited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -26,6 +26,8 @@ from efs.types import DropItem, ListPage, NodeInfo
 ABSENT = -1
 TOO_COLD = "too cold: what is held is hotter"
 """`PutOutcome.why` of records that a node did not take because it would have to give up hotter ones."""
+PURGED = "purged: records of this tenant tag are refused"
+"""`PutOutcome.why` of records that a node did not take because their tenant tag was buried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,17 @@ class Node(Protocol):
     async def collect(self, deadline: Deadline) -> int:
         """Free space now, down to the low watermark, as the node does by itself above the high one; returns how many
         records were evicted. NodeUnavailable when the deadline came first."""
+        ...
+
+    async def bury(self, tags: Collection[bytes], deadline: Deadline) -> int:
+        """From now on refuse records of these tenant tags (8 bytes each), also from repair and from puts that are under
+        way, and drop those that are held: some BURY_RECORDS a call; returns how many went. Call again until that is 0:
+        then none is left. NodeUnavailable or NodeReadOnly when the disk cannot be told now. Of what a node buries it
+        keeps no note: whoever opens it says so again."""
+        ...
+
+    async def tenant_bytes(self, deadline: Deadline) -> Mapping[bytes, int]:
+        """Bytes of slots that hold a record, by tenant tag, of the tags that have any."""
         ...
 
     async def info(self, deadline: Deadline) -> NodeInfo: ...

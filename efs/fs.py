@@ -19,11 +19,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from efs.ask import all_of, tables_of
 from efs.background import Background
+from efs.burial import words_of
 from efs.clock import Clock, Deadline, SystemClock
 from efs.cluster import (
     StoreConfig,
@@ -56,10 +58,13 @@ from efs.nodedir import COUNTERS_FILE, NodePlace, OwnerLock
 from efs.osio import Io, SystemIo
 from efs.pace import Traffic
 from efs.progress import Progress, read_progress
+from efs.purge import Purger, PurgeReport, buried
+from efs.quota import Quotas
 from efs.reader import Reader
 from efs.shape import BlockShape
 from efs.stripe import ShardReport, shards_of
 from efs.sweep import SweepReport
+from efs.tombstones import Tombstones, read_tombstones, write_tombstones
 from efs.types import DropItem, GetReport, NodeInfo, PutItem, PutReport
 from efs.upkeep import Upkeep
 from efs.writer import Writer, check_items
@@ -77,10 +82,11 @@ class FileSystem:
     def __init__(self, nodes: Sequence[Node | None], *, codec: Codec, counters: CounterFile, clock: Clock,
                  config: StoreConfig | None = None, lock: OwnerLock | None = None,
                  problems: Mapping[int, str] | None = None, progress: Progress | None = None, io: Io | None = None,
-                 maintain: bool = True, scrub: bool = False) -> None:
+                 tombstones: Tombstones | None = None, maintain: bool = True, scrub: bool = False) -> None:
         """Over nodes that are open already; `open` is the way to a store on disk. Must run on the loop.
 
-        progress: what the store's root notes of its upkeep; with io and a lock it is kept up to date there."""
+        progress, tombstones: what the store's root notes of its upkeep and of purged tenants, whose records the nodes
+        refuse already; with io and a lock both are kept up to date there."""
         progress = progress or Progress()
         gates = {index: JoiningNode(node) for index in progress.syncing if (node := nodes[index]) is not None}
         ungated, nodes = nodes, [gates.get(index, node) for index, node in enumerate(nodes)]
@@ -94,11 +100,13 @@ class FileSystem:
         self.health = Health(nodes, clock)
         self.mender = Mender(nodes, self.health, codec, counters, clock)
         self._reader = Reader(nodes, codec, counters, clock, self.mender.report)
-        self._writer = Writer(nodes, self.health, codec, counters, clock)
+        root = lock.path if lock is not None else None
+        self._purger = Purger(ungated, counters, clock, tombstones or {}, io, root)
+        self.quotas = Quotas(ungated, clock)
+        self._writer = Writer(nodes, self.health, codec, counters, clock, quotas=self.quotas)
         self._matcher = Matcher(nodes, self.health)
         self._traffic = Traffic()
-        self.upkeep = Upkeep(ungated, gates, codec, counters, clock, self._traffic, progress, io,
-                             lock.path if lock is not None else None)
+        self.upkeep = Upkeep(ungated, gates, codec, counters, clock, self._traffic, progress, self._purger, io, root)
         self._background = Background()
         self._background.start("mend", self.mender.run)
         if gates and maintain:
@@ -143,11 +151,13 @@ class FileSystem:
             codec = Codec()
             counters = CounterFile.open(os.path.join(root, COUNTERS_FILE), writable=True, io=io)
             progress = read_progress(io, root)
+            tombstones = read_tombstones(io, root)
             problems = await _open_nodes(config, io, clock, mapped, nodes)
+            left = await _bury(nodes, tombstones, problems, io, root, clock)
             counters.add("nodes_degraded", len(problems))
             placed = [nodes.get(index) for index in range(STRIPE_SHARDS)]
             return cls(placed, codec=codec, counters=counters, clock=clock, config=config, lock=lock, problems=problems,
-                       progress=progress, io=io, maintain=maintain, scrub=scrub)
+                       progress=progress, tombstones=left, io=io, maintain=maintain, scrub=scrub)
         except BaseException:
             await _close_nodes(list(nodes.values()))
             if counters is not None:
@@ -180,7 +190,7 @@ class FileSystem:
         check_items(items)
         source = flat_bytes(blocks, "blocks", len(items) * shape.block_bytes)
         if not self._may_change():
-            return PutReport(acked=0, already=0, failed=len(items), at_risk=0)
+            return PutReport(acked=0, already=0, failed=len(items), at_risk=0, why="a node is away: no note of it")
         with self._traffic.call():
             return await self._writer.put(items, shape, source.reshape(len(items), shape.block_bytes), deadline)
 
@@ -226,11 +236,42 @@ class FileSystem:
 
     async def sweep(self, *, after: bytes | None = None, max_seconds: float | None = None,
                     purged: Collection[bytes] = ()) -> SweepReport:
-        """Remove hollow stripes and losing versions now (`efs.sweep`), and all records of the tenant tags in `purged`.
+        """Remove hollow stripes and losing versions now (`efs.sweep`), and all records of purged tenants and of the
+        tenant tags in `purged`.
 
         after: a key; only what stands behind it is swept. max_seconds: stop about then; the report says where."""
         self._require_open()
         return await self.upkeep.sweep(after=after, max_seconds=max_seconds, purged=purged)
+
+    # -- tenants --------------------------------------------------------------------------------------------------
+
+    async def purge(self, tags: Collection[bytes]) -> PurgeReport:
+        """Remove every record of these tenant tags of 8 bytes and refuse them from now on, also after a restart
+        (`efs.purge`). OpenFailed or InvalidArgument when that could not be noted; then nothing was changed."""
+        self._require_open()
+        words_of(tags)
+        return await self._purger.purge(tags)
+
+    @property
+    def purged(self) -> frozenset[bytes]:
+        """The tenant tags that were purged."""
+        return self._purger.tags
+
+    @property
+    def purging(self) -> dict[bytes, frozenset[int]]:
+        """Those of them of which some node may still hold records, and these nodes."""
+        return self._purger.pending
+
+    async def tenant_bytes(self, *, deadline_ms: float = INFO_DEADLINE_MS) -> tuple[dict[bytes, int], tuple[int, ...]]:
+        """Bytes of live slots by tenant tag, the sum over the nodes that are open, and the nodes that did not say."""
+        self._require_open()
+        deadline = Deadline.after_ms(self._clock, deadline_ms)
+        calls = {index: node.tenant_bytes(deadline) for index, node in enumerate(self._nodes) if node is not None}
+        answers, _ = await all_of(calls, deadline, len(calls))
+        total: Counter[bytes] = Counter()
+        for held in answers.values():
+            total.update(held)
+        return dict(total), tuple(index for index in range(STRIPE_SHARDS) if index not in answers)
 
     # -- looking closer -----------------------------------------------------------------------------------------
 
@@ -344,6 +385,24 @@ async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,
     for index, why in sorted(problems.items()):
         _LOG.warning("the store is opened without node %d: %s", index, why)
     return problems
+
+
+async def _bury(nodes: dict[int, Node], tombstones: Tombstones, problems: dict[int, str], io: Io, root: str,
+                clock: Clock) -> Tombstones:
+    """Have nodes that were just opened drop what was purged, before they serve: one that cannot is closed again and
+    becomes a problem. Returns the tombstones as they are now."""
+    if not tombstones:
+        return tombstones
+    placed = [nodes.get(index) for index in range(STRIPE_SHARDS)]
+    results = await buried(placed, dict.fromkeys(range(STRIPE_SHARDS), tuple(tombstones)), clock)
+    for index, (_, complete) in results.items():
+        if not complete:
+            await _close_nodes([nodes.pop(index)])
+            problems[index] = "records of purged tenants could not be dropped from it"
+    left = {tag: pending - nodes.keys() for tag, pending in tombstones.items()}
+    if left != tombstones:
+        write_tombstones(io, root, left)
+    return left
 
 
 async def _close_nodes(nodes: Sequence[Node]) -> None:

@@ -7,7 +7,7 @@ the gate, for good; from then on every call is passed on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,14 @@ class JoiningNode:
 
     async def collect(self, deadline: Deadline) -> int:
         return await self._open().collect(deadline)
+
+    async def bury(self, tags: Collection[bytes], deadline: Deadline) -> int:
+        """Also while it is syncing: what was purged goes before the node serves."""
+        return await self._inner.bury(tags, deadline)
+
+    async def tenant_bytes(self, deadline: Deadline) -> Mapping[bytes, int]:
+        """Also while it is syncing: it takes space."""
+        return await self._inner.tenant_bytes(deadline)
 
     async def info(self, deadline: Deadline) -> NodeInfo:
         """Also while it is syncing: status shows it."""

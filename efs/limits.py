@@ -189,6 +189,12 @@ BACKGROUND_RESTART_MS: Final = 1_000.0
 """Pause before a background task that died is started again."""
 MAX_READ_ATTEMPTS: Final = 2
 """Attempts at one shard in one call."""
+BURY_RECORDS: Final = 16 * 1024
+"""Records of purged tenants that a node drops in one call: some 32 transactions, far below a call's deadline."""
+PURGE_CALL_MS: Final = 30_000
+"""For one call of a purge to a node."""
+MAX_TOMBSTONES: Final = 65_536
+"""Tenant tags that a store remembers as purged, 1 MiB: three for each of the 20,000 tenants that it can have."""
 DELETE_BATCH: Final = 512
 """Index entries deleted in one transaction: copy-on-write needs free pages for each page touched."""
 

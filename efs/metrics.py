@@ -51,6 +51,8 @@ COUNTERS: tuple[str, ...] = (
     "repair_runs", "repair_records", "repair_found", "repair_rebuilt", "repair_cold", "repair_corrupt",
     "repair_misplaced", "repair_failed", "scrub_runs", "scrub_records", "scrub_bytes", "scrub_dropped", "scrub_failed",
     "nodes_synced",
+    # tenants: records that a node refused as purged; purges, records that they dropped; blocks that a quota refused
+    "node_put_purged", "purge_runs", "purge_dropped", "put_over_quota",
 )
 
 

@@ -12,7 +12,7 @@ hangs, the node's files stay open and locked until the process ends: a thread is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.background import Background
+from efs.burial import TAG_BYTES, Burial
 from efs.clock import Clock, Deadline, stamp_of
 from efs.collector import Collector
 from efs.contract import Landing, NodeTable, PutBatch, PutOutcome, Span
@@ -79,6 +80,7 @@ class DirectoryNode:
         placer = Placer(state, self._guard, self._lookups, self._fill)
         self._writer = NodeWriter(state, self._guard, self._lookups, placer, durable, self._verifier.check)
         self._verifier.writer = self._writer
+        self._burial = Burial(state, self._guard, self._lookups, self._writer)
         self._collector = Collector(state, self._guard, placer, self._writer, self._fill)
         self._background = Background()
         self._background.start(f"collect node {node_index}", self._collector.run)
@@ -204,6 +206,11 @@ class DirectoryNode:
                         allocator.live_bytes, allocator.extents_used, allocator.extents, allocator.live_slots,
                         self._state.unverified)
 
+    async def tenant_bytes(self, deadline: Deadline) -> Mapping[bytes, int]:
+        """See the contract. Answered from memory."""
+        self._guard.require_open()
+        return {tag.to_bytes(TAG_BYTES, "little"): size for tag, size in self._state.allocator.tag_bytes().items()}
+
     def audit(self) -> None:
         """CorruptRecord where the accounts in memory disagree. Once no operation is under way the index counts the
         same."""
@@ -293,6 +300,11 @@ class DirectoryNode:
     async def drop(self, items: Sequence[DropItem], deadline: Deadline) -> int:
         """See the contract."""
         return await self._writer.drop(items, deadline)
+
+    async def bury(self, tags: Collection[bytes], deadline: Deadline) -> int:
+        """See the contract."""
+        self._guard.require_serving()
+        return await self._burial.bury(tags, deadline)
 
     async def verify(self, key: bytes, digest: bytes, deadline: Deadline) -> bool:
         """See the contract."""

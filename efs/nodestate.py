@@ -68,6 +68,8 @@ class NodeState:
     leaving: set[bytes] = field(default_factory=set)
     renewing: Counter[bytes] = field(default_factory=Counter)
     """Index keys of records that puts have found here and whose new arrival is on its way to disk and table."""
+    buried: set[int] = field(default_factory=set)
+    """Tenant tags, as little-endian words, of which nothing is held or taken in any more."""
     horizons: dict[SlotClass, Horizon] = field(default_factory=dict)
     resolutions: list[Resolution] = field(default_factory=list)
     owed_entries: dict[bytes, IndexEntry] = field(default_factory=dict)
@@ -159,7 +161,7 @@ class NodeState:
         """Records are stored in reserved slots: each part's valid entries, (n, entry bytes), of this boot's epoch."""
         if not parts:
             return
-        depths, ties = [], []
+        depths, ties, tags = [], [], []
         for part, raw in zip(parts, entries, strict=True):
             table = self.table(part.location >> SLOT_BITS)
             first = part.location & SLOT_MASK
@@ -167,8 +169,9 @@ class NodeState:
             rows = table.entries[first : first + part.count]
             depths.append(rows["depth"])
             ties.append(ties_of(rows["key"], rows["digest"]))
+            tags.append(np.array(rows["tenant_tag"]))
         locations = np.concatenate([part.locations() for part in parts])
-        self.allocator.mark_live(locations)
+        self.allocator.mark_live(locations, np.concatenate(tags))
         self.stamps.set(locations, stamp)
         self.eviction.note(locations, np.concatenate(depths), np.concatenate(ties))
         names = [name[:KEY_BYTES] for part in parts for name in part.index_keys]

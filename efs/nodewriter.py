@@ -12,6 +12,9 @@ same. Before its job was submitted, a put gives back all that it reserved.
 *Sweeps.* A drop can ask for an age (`DropItem.older_than_ms`). A record whose arrival a put is renewing counts as just
 arrived from the moment in which the put has found it, also while the renewal is on its way.
 
+*Purged tenants.* A record whose tenant tag is buried is not taken in, and one whose job was under way when its tag was
+buried goes as soon as the job has ended, before anybody can find it (`efs/burial.py`).
+
 *Failures.* A job that fails leaves its slots free, and what it was to delete is owed. No space (ENOSPC, EDQUOT) is
 NodeFull and passes; a failed sync makes the node read-only; a full index first evicts and tries once more.
 """
@@ -29,7 +32,7 @@ from numpy.typing import NDArray
 
 from efs.batch import BatchFields, check_batch
 from efs.clock import Deadline, stamp_of
-from efs.contract import ABSENT, TOO_COLD, PutBatch, PutOutcome
+from efs.contract import ABSENT, PURGED, TOO_COLD, PutBatch, PutOutcome
 from efs.errors import NodeFull, NodeReadOnly
 from efs.extent import SLOT_BITS, SLOT_MASK, SlotClass, ranges_of
 from efs.gc import order_keys, ranks_of, ties_of
@@ -149,6 +152,10 @@ class NodeWriter:
         for row, first in choice.same_as.items():
             stored[row] = stored[first]
         why = kept.why or choice.why
+        buried = self._buried(checked.fields["tenant_tag"])
+        if buried.any():
+            self._state.counters.add("node_put_purged", int(buried.sum()))
+            stored[buried], why = False, PURGED
         if kept.why is not None and not stored.any() and not batch.repair:
             raise self._full(kept.why)
         return PutOutcome(stored, why)
@@ -158,7 +165,7 @@ class NodeWriter:
         keys = [name[:KEY_BYTES] for name in checked.index_keys]
         while True:
             exact = await self.exact(keys, deadline)
-            choice = self._split(checked.index_keys, exact)
+            choice = self._split(checked, exact)
             if not choice.awaited and not choice.doubtful:
                 return exact, choice
             exact.release()
@@ -169,9 +176,10 @@ class NodeWriter:
             else:
                 await self._check(choice.doubtful, deadline)
 
-    def _split(self, index_keys: Sequence[bytes], exact: Exact) -> Choice:
-        choice = Choice()
-        if not exact.versions and not self._state.coming:
+    def _split(self, checked: BatchFields, exact: Exact) -> Choice:
+        choice, index_keys = Choice(), checked.index_keys
+        refused = set(np.flatnonzero(self._buried(checked.fields["tenant_tag"])).tolist())
+        if not exact.versions and not self._state.coming and not refused:
             keys = {name[:KEY_BYTES] for name in index_keys}
             if len(keys) == len(index_keys):
                 choice.new = list(range(len(index_keys)))
@@ -181,6 +189,8 @@ class NodeWriter:
         coming = self._state.coming
         busy = {name[:KEY_BYTES]: done for name, done in coming.items()}
         for row, name in enumerate(index_keys):
+            if row in refused:
+                continue
             earlier = first.setdefault(name, row)
             version = exact.versions.get(name)
             key = name[:KEY_BYTES]
@@ -246,10 +256,27 @@ class NodeWriter:
     def _stored(self, job: WriteJob, stamp: int, names: Sequence[bytes], done: asyncio.Future[None],
                 entries: Sequence[NDArray[np.uint8]]) -> int:
         self._state.keep(job.records, entries, stamp)
+        self._forget_late(job.records)
         self._end(names, done)
         count = sum(part.count for part in job.records)
         self._state.counters.add("node_put_records", count)
         return count
+
+    def _forget_late(self, records: Sequence[Records]) -> None:
+        """Of records that were just stored those go at once whose tags were buried meanwhile."""
+        if not self._state.buried:
+            return
+        locations = np.concatenate([part.locations() for part in records])
+        rows = [self._state.table(part.location >> SLOT_BITS).entries[part.location & SLOT_MASK :][: part.count]
+                for part in records]
+        late = self._buried(np.concatenate([np.array(part["tenant_tag"]) for part in rows]))
+        if late.any():
+            self.forget_at(np.sort(locations[late]))
+
+    def _buried(self, tags: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """(n,) whether records with these tenant tags are refused."""
+        found = [tag for tag in np.unique(tags).tolist() if tag in self._state.buried] if self._state.buried else []
+        return np.isin(tags, np.array(found, np.uint64))
 
     def _not_stored(self, reserved: Sequence[Any], names: Sequence[bytes], done: asyncio.Future[None]) -> None:
         for slots in reserved:
@@ -312,9 +339,19 @@ class NodeWriter:
 
     def drop_at(self, places: Iterable[int]) -> asyncio.Future[int]:
         """Remove live records, whose tables are in memory, by location."""
-        state = self._state
         self._guard.require_room(self._guard.writer)
         locations = np.array(sorted(places), np.int64)
+        return self.submit(self._forget(locations), lambda _: len(locations))
+
+    def forget_at(self, locations: Locations) -> None:
+        """Remove live records, whose tables are in memory, at these ascending locations: from memory now, from the disk
+        with the next job."""
+        job = self._forget(locations)
+        self._state.owe(job.deletes, job.clears)
+
+    def _forget(self, locations: Locations) -> WriteJob:
+        """Take records out of memory; what the disk has to be told."""
+        state = self._state
         clears = []
         for _, location, count in ranges_of(locations):
             geometry = state.allocator.geometry(location >> SLOT_BITS)
@@ -322,8 +359,7 @@ class NodeWriter:
             clears.append(Slots(geometry, location, count))
         entries = state.forget(locations)
         state.counters.add("node_dropped", len(locations))
-        job = WriteJob(clears=tuple(clears), deletes=tuple(entries))
-        return self.submit(job, lambda _: len(locations))
+        return WriteJob(clears=tuple(clears), deletes=tuple(entries))
 
     def _use(self, locations: Sequence[int], stamp: int) -> None:
         """A put of what is held is a use of it."""

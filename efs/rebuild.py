@@ -11,7 +11,8 @@ A batch is blocks of one size, one number of segments and one rotation, so that 
    its header gives; a block for which that does not hold is *inconsistent* and nothing of it is written.
 4. The new records carry the header of a source with shard index and hashes of their own: exactly the bytes that the
    missing record had. Their stamp is the latest of the sources', so that nothing looks used that was not. They are put
-   as repairs: a node that has evicted what is as cold does not take them, and the stripe is left to die.
+   as repairs: a node that has evicted what is as cold does not take them, and the stripe is left to die. Nor does a
+   node take what belongs to a purged tenant; then nothing is missing.
 
 Nothing is ever written from fewer than ten sound shards of one digest.
 """
@@ -30,7 +31,7 @@ from efs.ask import all_of
 from efs.checksum import xxh3_64
 from efs.clock import Clock, Deadline
 from efs.codec import Codec
-from efs.contract import TOO_COLD, Landing, Node, PutBatch, PutOutcome, Span, Stride
+from efs.contract import PURGED, TOO_COLD, Landing, Node, PutBatch, PutOutcome, Span, Stride
 from efs.errors import CorruptRecord, EfsError
 from efs.extent import ranges_of
 from efs.limits import DATA_SHARDS, REPAIR_CALL_MS, SLOT_ALIGN_BYTES, STRIPE_SHARDS
@@ -242,7 +243,7 @@ class Batch:
         self.result.stored += stored
         if outcome.why == TOO_COLD:
             self.result.cold += left
-        else:
+        elif outcome.why != PURGED:
             self.result.failed += left
 
     def _batch(self, shard: int, rows: NDArray[np.intp], stamp: int) -> PutBatch:

@@ -284,8 +284,8 @@ def _assemble(io: Io, path: str, config: NodeConfig, boot: BootRecord, slab: Sla
         slots = np.flatnonzero(scan.live[extent])
         if len(slots):
             locations = slots + (extent << SLOT_BITS)
-            allocator.mark_live(locations)
             rows = _entries_of(slab, tables, scan, extent)[slots]
+            allocator.mark_live(locations, np.array(rows["tenant_tag"]))
             eviction.note(locations, np.array(rows["depth"]), ties_of(rows["key"], rows["digest"]))
             unverified += int(np.count_nonzero(rows["boot_epoch"] < boot.unverified_below))
     state = NodeState(config, boot, slab, index, allocator, stamps, eviction, tables, counters, unverified)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,14 @@ class PutReport:
     acked: stored by this call on at least 11 nodes. already: some version was complete before (nothing stored, or
     a missing shard of the same version added). failed: not acknowledged; the block may be readable all the same.
     at_risk: those of acked and already that are on exactly 11 nodes.
+    why: the first reason why blocks failed, None when none did; not compared.
     """
 
     acked: int
     already: int
     failed: int
     at_risk: int
+    why: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ the node joins. Each step is noted, so that a sync goes on where it was when its
 
 *Scrub.* `scrub_for_ever` scrubs round after round, with a repair behind each; its cursor is noted every UPKEEP_SAVE_MS.
 
-*Sweep.* `sweep_for_ever` sweeps every SWEEP_EVERY_MS. Only one sweep runs at a time: `efs/sweep.py` relies on it.
+*Sweep.* `sweep_for_ever` sweeps every SWEEP_EVERY_MS, after another try to purge what could not be purged yet
+(`efs/purge.py`). What was purged is no sweep's to spare. Only one sweep runs at a time: `efs/sweep.py` relies on it.
 
 Notes are written by a daemon thread of their own: a disk that hangs holds up no call and no exit. Only the note that a
 node begins to miss changes is waited for.
@@ -50,6 +51,7 @@ from efs.osio import Io
 from efs.pace import Pace, Traffic
 from efs.placement import placement_group
 from efs.progress import Cursor, Progress, write_progress
+from efs.purge import Purger
 from efs.repair import Repair, RepairReport
 from efs.scrub import Scrub, ScrubReport
 from efs.sweep import Sweep, SweepReport
@@ -61,8 +63,8 @@ class Upkeep:
     """See the module docstring. `nodes` are all nodes, ungated; `gates` the gates of those that are syncing."""
 
     def __init__(self, nodes: Sequence[Node | None], gates: Mapping[int, JoiningNode], codec: Codec,
-                 counters: CounterFile, clock: Clock, traffic: Traffic, progress: Progress, io: Io | None,
-                 root: str | None) -> None:
+                 counters: CounterFile, clock: Clock, traffic: Traffic, progress: Progress, purger: Purger,
+                 io: Io | None, root: str | None) -> None:
         """Without io and root nothing is noted. Must run on the loop."""
         self._nodes = tuple(nodes)
         self._gates = dict(gates)
@@ -71,6 +73,7 @@ class Upkeep:
         self._counters = counters
         self._clock = clock
         self._traffic = traffic
+        self._purger = purger
         self._io = io
         self._root = root
         self._running: Repair | None = None
@@ -111,7 +114,8 @@ class Upkeep:
         """One sweep (see `efs.sweep.Sweep`), after the one that is running. per_second: pages, None for as many as
         there is time for."""
         pace = Pace(self._traffic, per_second)
-        sweep = Sweep(self._nodes, self._health, self._counters, self._clock, pace, purged=purged, grace_ms=grace_ms)
+        sweep = Sweep(self._nodes, self._health, self._counters, self._clock, pace,
+                      purged=self._purger.tags.union(purged), grace_ms=grace_ms)
         async with self._sweeping_now:
             return await sweep.run(after=after, max_seconds=max_seconds)
 
@@ -192,6 +196,7 @@ class Upkeep:
         """Sweep in the background: it wants to be held by somebody."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_MS / 1000)
+            await self._purger.finish()
             report = await self.sweep(per_second=SWEEP_PAGES_PER_SECOND)
             if report.dropped:
                 _LOG.info("a sweep removed %d records: %d hollow and %d losing versions", report.dropped,

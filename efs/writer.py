@@ -5,6 +5,7 @@ A put goes through these steps; the first two can end it before a byte is hashed
 1. *Known down.* With two or more nodes that cannot be asked, nothing can reach eleven: every block fails at once.
 2. *Survey.* One batched look-up on all nodes (`efs.survey`). A key of which some version is complete (on eleven
    nodes, trusted) is `already`: nothing is stored. With two nodes that cannot be written to, the rest fails here.
+   Of new blocks only those that their tenant's quota leaves room for go on (`efs.quota`).
 3. *Pieces* (`efs.pieces`). While the nodes' threads write one piece, the next one is hashed and encoded on the loop,
    in slices. Every block is hashed and encoded once, whatever the nodes do.
 4. *Versions.* A block whose own digest is on exactly ten trusted nodes only gets its missing shards, and is `already`
@@ -64,6 +65,7 @@ from efs.limits import (
 from efs.metrics import CounterFile
 from efs.pieces import Filling, Piece, cut
 from efs.placement import placement_group, rotation_of, runs
+from efs.quota import OVER_QUOTA, Quotas
 from efs.shape import BlockShape
 from efs.shard import template_digests
 from efs.staging import ByteBudget, Staging
@@ -75,6 +77,12 @@ _LOG = logging.getLogger(__name__)
 Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
 Rows = NDArray[np.intp]
+
+
+TOO_LATE = "the deadline came first"
+TOO_FEW_NODES = f"fewer than {ACK_SHARDS} nodes can be written to"
+NODES_REFUSED = "nodes did not take them"
+"""`PutReport.why` of failed blocks, where nothing more exact is known."""
 
 
 class Fate(IntEnum):
@@ -103,13 +111,14 @@ class Writer:
     """Puts blocks on twelve nodes. One for a process: it bounds and sees all puts of the process."""
 
     def __init__(self, nodes: Sequence[Node | None], health: Health, codec: Codec, counters: CounterFile, clock: Clock,
-                 staging: Staging | None = None) -> None:
+                 staging: Staging | None = None, quotas: Quotas | None = None) -> None:
         self.nodes = tuple(nodes)
         self.health = health
         self.codec = codec
         self.counters = counters
         self.clock = clock
         self.staging = staging if staging is not None else Staging()
+        self.quotas = quotas if quotas is not None else Quotas(nodes, clock)
         self.admission = ByteBudget(PUT_BUDGET_BYTES)
         self.writing: Counter[tuple[bytes, bytes]] = Counter()
         self._late: set[asyncio.Task[PutOutcome]] = set()
@@ -187,6 +196,8 @@ class _Put:
         self._lanes: dict[int, _Lane] = {}
         self._claimed: list[tuple[bytes, bytes]] = []
         self._admitted = 0
+        self._reserved: dict[bytes, int] = {}
+        self._why: str | None = None
         self._over = False
         self._bug: BaseException | None = None
         self._changed = asyncio.Event()
@@ -206,7 +217,7 @@ class _Put:
             await self._write(survey)
             await self._settle()
         except TimeoutError:
-            pass
+            self._refuse(TOO_LATE)
         self._judge()
         if self._deadline.passed():
             self._writer.counters.add("put_deadline")
@@ -230,6 +241,17 @@ class _Put:
         self._claimed = []
         for index, lane in self._lanes.items():
             self._abandon(index, lane)
+        self._release_quota()
+
+    def _release_quota(self) -> None:
+        """Once nothing of this call is being written any more."""
+        if self._over and self._reserved and not any(lane.writes for lane in self._lanes.values()):
+            self._writer.quotas.release(self._reserved)
+            self._reserved = {}
+
+    def _refuse(self, why: str) -> None:
+        """Note why blocks fail; the first reason stays."""
+        self._why = self._why or why
 
     def report(self) -> PutReport:
         fate, at_risk = self._fate[self._first], self._at_risk[self._first]
@@ -238,11 +260,15 @@ class _Put:
         fate[repeated & (fate == Fate.ACKED)] = Fate.ALREADY
         acked, already = int((fate == Fate.ACKED).sum()), int((fate == Fate.ALREADY).sum())
         stored = (fate == Fate.ACKED) | (fate == Fate.ALREADY)
-        return PutReport(acked, already, len(fate) - acked - already, int((stored & at_risk).sum()))
+        failed = len(fate) - acked - already
+        if failed:
+            self._refuse(TOO_LATE if self._deadline.passed() else NODES_REFUSED)
+        return PutReport(acked, already, failed, int((stored & at_risk).sum()), self._why if failed else None)
 
     def _enough(self, nodes: int) -> bool:
         if nodes >= ACK_SHARDS:
             return True
+        self._refuse(TOO_FEW_NODES)
         self._writer.counters.add("put_refused", int((self._fate[self._first] == Fate.OPEN).sum()))
         return False
 
@@ -282,12 +308,25 @@ class _Put:
     async def _write(self, survey: Survey) -> None:
         """Fill and send piece after piece, as long as eleven lanes are open."""
         first = self._first == np.arange(len(self._first))
-        todo = np.flatnonzero(first & (self._fate == Fate.OPEN))
+        todo = await self._within_quota(np.flatnonzero(first & (self._fate == Fate.OPEN)))
         for piece in cut(todo, self._rotation, self._run, self._shape.block_bytes):
             await self._room()
             if self._open_count() < ACK_SHARDS or self._deadline.passed():
                 return
             await self._send_piece(piece, survey)
+
+    async def _within_quota(self, todo: Rows) -> Rows:
+        """Those of the blocks that their tenants have room for."""
+        tags = Counter(self._items[row].tenant_tag for row in todo.tolist())
+        stripe_bytes = STRIPE_SHARDS * self._shape.slot_bytes
+        wanted = {tag: count * stripe_bytes for tag, count in tags.items()}
+        self._reserved = await self._writer.quotas.reserve(wanted, self._deadline)
+        refused = sum(count for tag, count in tags.items() if tag not in self._reserved)
+        if not refused:
+            return todo
+        self._refuse(OVER_QUOTA)
+        self._writer.counters.add("put_over_quota", refused)
+        return np.array([row for row in todo.tolist() if self._items[row].tenant_tag in self._reserved], np.intp)
 
     # -- one piece ----------------------------------------------------------------------------------------------
 
@@ -388,14 +427,19 @@ class _Put:
             self._writer.health.note_answer(index)
             if in_time:
                 self._stored[write.rows, index] |= task.result().stored
+                why = task.result().why
+                if why is not None:
+                    self._refuse(why)
         else:
             lane.open = False
             if not isinstance(error, EfsError | asyncio.CancelledError):
                 self._bug = error
             elif isinstance(error, EfsError) and in_time:
+                self._refuse(str(error))
                 _LOG.info("a write to node %d stored nothing: %s", index, error)
                 self._writer.health.note_failure(index, error)
         self._changed.set()
+        self._release_quota()
 
     def _open_count(self) -> int:
         return sum(lane.open for lane in self._lanes.values())

@@ -30,6 +30,7 @@ from kvstore.config import Config
 from kvstore.keys import Chain, Namespace
 from kvstore.layout import BlockLayout
 from kvstore.loopthread import LoopThread
+from kvstore.tenancy import apply_quotas
 from kvstore.tenants import find_tenant
 
 CLOSE_WAIT_S: Final = 10.0
@@ -90,7 +91,13 @@ class KVStore:
         …"""
         root = store_root(url)
         config = config or Config()
-        return cls(await FileSystem.open(root, mapped=config.mapped, scrub=config.scrub), root, config=config)
+        filesystem = await FileSystem.open(root, mapped=config.mapped, scrub=config.scrub)
+        try:
+            apply_quotas(filesystem, root)
+        except BaseException:
+            await filesystem.close()
+            raise
+        return cls(filesystem, root, config=config)
 
     @classmethod
     def blocking(cls, url: str | os.PathLike[str], *, config: Config | None = None) -> BlockingKVStore:

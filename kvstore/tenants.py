@@ -7,6 +7,8 @@
     generation = 0
     secret = "…"                 # 64 hex digits, 32 random bytes
     retired = ["…"]              # tags of earlier secrets and generations, 16 hex digits each, oldest first
+    quota_bytes = 10737418240    # what its blocks may take of the store's capacity; left out: no quota
+    purging = true               # a purge has begun and has not been noted by the store; left out: none
 
 The file is 0600 and is read only when nobody but its owner has any right to it; it is replaced whole (written beside,
 synced, renamed), under a lock on the root directory, so a reader sees the old file or the new one. End users'
@@ -15,7 +17,8 @@ requests never carry a secret: whoever may read this file may derive a tenant's 
 A tenant's *tag* marks its records on disk: the first 8 bytes of BLAKE2b-256 keyed with the secret, person
 b"kvstore/tag/1", over two fields (tag, uint32 length, value): 1 the name in UTF-8, 2 the generation as uint64.
 Without a tenant the tag is zeros. Raising the generation or changing the secret changes all keys and the tag; the old
-tag is kept as *retired*, so that a purge can still name the records that carry it.
+tag is kept as *retired*, so that a purge can still name the records that carry it. A purge begins with that, in one
+write of this file (`begin_purge`), and a purge that was killed is seen by `purging`.
 
 Names have 1 to 64 characters of a-z, A-Z, 0-9, ".", "_" and "-", and begin with a letter or a digit.
 """
@@ -46,7 +49,7 @@ MAX_FILE_BYTES: Final = 4 * 1024 * 1024
 MAX_GENERATION: Final = 2**63 - 1
 """What a TOML integer holds."""
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-FIELDS: Final = frozenset({"name", "generation", "secret", "retired"})
+FIELDS: Final = frozenset({"name", "generation", "secret", "retired", "quota_bytes", "purging"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Tenant:
     secret: bytes = field(repr=False)
     generation: int = 0
     retired: tuple[bytes, ...] = ()
+    quota_bytes: int | None = None
+    purging: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not NAME_PATTERN.fullmatch(self.name):
@@ -69,6 +74,9 @@ class Tenant:
             raise InvalidArgument(f"tenant {self.name}: generation is {self.generation}, must be 0 to {MAX_GENERATION}")
         if any(len(tag) != TAG_BYTES for tag in self.retired):
             raise InvalidArgument(f"tenant {self.name}: a retired tag does not have {TAG_BYTES} bytes")
+        if self.quota_bytes is not None and not 0 <= self.quota_bytes <= MAX_GENERATION:
+            raise InvalidArgument(f"tenant {self.name}: quota_bytes is {self.quota_bytes}, must be 0 to "
+                                  f"{MAX_GENERATION}")
 
     @property
     def tag(self) -> bytes:
@@ -123,13 +131,43 @@ def rotate_tenant(root: str, name: str, *, io: Io | None = None,
                   random_bytes: Callable[[int], bytes] = token_bytes) -> Tenant:
     """A new secret and the next generation: nothing stored before can be derived any more. The old tag is kept as
     retired."""
-    io = io or SystemIo()
+    return _change(io or SystemIo(), root, name, lambda old: _rotated(old, random_bytes(SECRET_BYTES)))
+
+
+def begin_purge(root: str, name: str, *, io: Io | None = None,
+                random_bytes: Callable[[int], bytes] = token_bytes) -> Tenant:
+    """The first step of a purge: as `rotate_tenant`, noted as a purge that goes on. One that has begun already and was
+    not ended is left as it is."""
+
+    def begun(old: Tenant) -> Tenant:
+        return old if old.purging else replace(_rotated(old, random_bytes(SECRET_BYTES)), purging=True)
+
+    return _change(io or SystemIo(), root, name, begun)
+
+
+def end_purge(root: str, name: str, *, io: Io | None = None) -> Tenant:
+    """The last step of a purge: the store has noted every retired tag."""
+    return _change(io or SystemIo(), root, name, lambda old: replace(old, purging=False))
+
+
+def set_quota(root: str, name: str, quota_bytes: int | None, *, io: Io | None = None) -> Tenant:
+    """What the tenant's blocks may take of the store's capacity, None without a limit. A store that is open goes on
+    with the quota that it has read."""
+    return _change(io or SystemIo(), root, name, lambda old: replace(old, quota_bytes=quota_bytes))
+
+
+def _rotated(old: Tenant, secret: bytes) -> Tenant:
+    return replace(old, secret=secret, generation=old.generation + 1, retired=(*old.retired, old.tag))
+
+
+def _change(io: Io, root: str, name: str, change: Callable[[Tenant], Tenant]) -> Tenant:
+    """Replace one tenant in the file; InvalidArgument when there is no such name."""
     with _exclusive(io, root):
         tenants = list_tenants(root, io=io)
         old = _find(tenants, name)
-        new = replace(old, secret=random_bytes(SECRET_BYTES), generation=old.generation + 1,
-                      retired=(*old.retired, old.tag))
-        _write(io, root, [new if tenant.name == name else tenant for tenant in tenants])
+        new = change(old)
+        if new != old:
+            _write(io, root, [new if tenant.name == name else tenant for tenant in tenants])
     return new
 
 
@@ -192,7 +230,12 @@ def _write(io: Io, root: str, tenants: list[Tenant]) -> None:
         retired = ", ".join(f'"{tag.hex()}"' for tag in tenant.retired)
         lines += ["", "[[tenant]]", f'name = "{tenant.name}"', f"generation = {tenant.generation}",
                   f'secret = "{tenant.secret.hex()}"', f"retired = [{retired}]"]
-    replace_file(io, root, TENANTS_FILE, ("\n".join(lines) + "\n").encode())
+        lines += [f"quota_bytes = {tenant.quota_bytes}"] if tenant.quota_bytes is not None else []
+        lines += ["purging = true"] if tenant.purging else []
+    data = ("\n".join(lines) + "\n").encode()
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidArgument(f"{TENANTS_FILE} would have {len(data)} bytes, at most {MAX_FILE_BYTES} are read")
+    replace_file(io, root, TENANTS_FILE, data)
 
 
 def _parse(table: dict[str, Any]) -> list[Tenant]:
@@ -222,13 +265,15 @@ def _tenant(row: dict[str, Any], position: int) -> Tenant:
         raise ValueError(f"{where}: {missing[0]} is missing")
     if type(row["generation"]) is not int:
         raise ValueError(f"{where}: generation is no integer")
+    if type(row.get("quota_bytes", 0)) is not int or type(row.get("purging", False)) is not bool:
+        raise ValueError(f"{where}: quota_bytes is no integer, or purging neither true nor false")
     try:
         secret = bytes.fromhex(row["secret"])
         retired = tuple(bytes.fromhex(tag) for tag in row.get("retired", []))
     except (ValueError, TypeError):
         # Without the cause: its text could show a part of the secret.
         raise ValueError(f"{where}: secret or retired is no hex text") from None
-    return Tenant(row["name"], secret, row["generation"], retired)
+    return Tenant(row["name"], secret, row["generation"], retired, row.get("quota_bytes"), row.get("purging", False))
 
 
 def _reason(error: Exception) -> str:

@@ -25,13 +25,13 @@ ORDER: Final = {
     "efs": """
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
         contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate fill lookups
-        nodereads placer nodewriter recovery verifier background collector node cluster hedge pinning scratch
-        target unitread examine fetch reader joining health ask pieces staging survey writer pace listing sweep
-        findings indexprobe nodeview storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
-        memory stripe mend rebuild repair progress scrub upkeep fs replace culprit fsckrepair
+        nodereads placer nodewriter recovery verifier background collector burial node cluster hedge pinning scratch
+        target unitread examine fetch reader joining health ask pieces staging survey quota writer pace listing sweep
+        findings indexprobe nodeview tenantcount storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
+        memory stripe mend rebuild repair progress scrub tombstones purge upkeep fs replace culprit fsckrepair
     """,
     "kvstore": """
-        config tenants buffers layout keys hit loopthread store bench connectors demo machine traces
+        config tenants tenancy buffers layout keys hit loopthread store bench connectors demo machine traces
         cachemodels replayplan replay cli
     """,
     "gdr": """

@@ -96,12 +96,13 @@ def put(
             "already": report.already,
             "failed": report.failed,
             "at_risk": report.at_risk,
+            "why": report.why,
             "bytes": size,
             "seconds": seconds,
         },
         lambda console: console.print(
             f"{blocks_put} blocks, {human_bytes(size)}: {report.acked} stored, {report.already} there already, "
-            f"{report.failed} failed, {report.at_risk} at risk"
+            f"{report.failed} failed, {report.at_risk} at risk" + (f" ({report.why})" if report.why else "")
         ),
     )
     return NOT_ALL if report.failed else 0
@@ -111,6 +112,7 @@ async def _put_file(store: KVStore, chain: Chain, path: str, terminal: Terminal)
     """Put a file of blocks piece by piece, so that its size does not matter to memory."""
     block_bytes = chain.layout.block_bytes
     acked = already = failed = at_risk = 0
+    why: str | None = None
     async with aiofiles.open(path, "rb") as file:
         with terminal.progress("put", len(chain)) as advance:
             for start, stop in pieces(len(chain), block_bytes, STAGING_PIECE_BYTES):
@@ -120,5 +122,6 @@ async def _put_file(store: KVStore, chain: Chain, path: str, terminal: Terminal)
                 report = await store.put(chain[start:stop], data)
                 acked, already = acked + report.acked, already + report.already
                 failed, at_risk = failed + report.failed, at_risk + report.at_risk
+                why = why or report.why
                 advance(stop)
-    return PutReport(acked, already, failed, at_risk)
+    return PutReport(acked, already, failed, at_risk, why)

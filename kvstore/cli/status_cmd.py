@@ -18,6 +18,7 @@ from efs.osio import SystemIo
 from efs.placement import placement_group
 from efs.progress import read_progress
 from efs.storeview import StoreView, last_key
+from efs.tombstones import read_tombstones
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
 from kvstore.cli.terminal import Json, human_bytes, table
 from kvstore.store import store_root
@@ -99,6 +100,7 @@ def status(
             "unreadable": census.unreadable,
             "incomplete": census.incomplete,
             "exact": census.covered == 1.0,
+            "purge_pending": sorted(frozenset[int]().union(*read_tombstones(SystemIo(), root).values())),
             "counters": counters,
         }
     terminal.result(document, lambda console: _show(console, document, rows, census, counters))
@@ -208,6 +210,8 @@ def _show(
         f"blocks    {about}{census.blocks}: {census.whole} whole, {census.at_risk} at risk, "
         f"{census.unreadable} unreadable, {census.incomplete} incomplete"
     )
+    if document["purge_pending"]:
+        console.print(f"purging   nodes {document['purge_pending']} may still hold records of purged tenants")
     shown = table(
         "node", "state", "live", "disk", "of", "records", "path", right=("node", "live", "disk", "of", "records")
     )

@@ -200,7 +200,7 @@ def save(store: BlockStore, ns: Namespace, tokens: Sequence[int], cache: Dynamic
         done = store.put(chain[start:stop], blocks.numpy(), deadline_ms=deadline_ms)
         total = PutReport(
             total.acked + done.acked, total.already + done.already, total.failed + done.failed,
-            total.at_risk + done.at_risk,
+            total.at_risk + done.at_risk, total.why or done.why,
         )
     return total
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from efs.clock import Deadline, stamp_of
-from efs.contract import ABSENT, Landing, Node, PutBatch, Span, Stride
+from efs.contract import ABSENT, PURGED, Landing, Node, PutBatch, Span, Stride
 from efs.errors import EfsError, InvalidArgument, NodeUnavailable
 from efs.limits import MAX_VERSIONS_PER_KEY
 from efs.types import DropItem
@@ -285,6 +285,8 @@ async def test_a_closed_node_serves_nothing(node: Node, clock: FakeClock) -> Non
         node.put(records.batch(), soon(clock)),
         node.drop(records.drop_items(table.generation), soon(clock)),
         node.verify(records.keys[0], records.digests[0], soon(clock)),
+        node.bury([b"acme-tag"], soon(clock)),
+        node.tenant_bytes(soon(clock)),
         node.list(None, 5, soon(clock)),
         node.info(soon(clock)),
     ]
@@ -292,6 +294,42 @@ async def test_a_closed_node_serves_nothing(node: Node, clock: FakeClock) -> Non
     assert [type(error) for error in refused] == [NodeUnavailable] * len(calls)
     with pytest.raises(EfsError):
         node.look_up_now(records.keys)
+
+
+# -- Tenants --------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_buried_goes_and_is_refused_from_then_on_and_nothing_else(node: Node, clock: FakeClock) -> None:
+    """Fault 47: records of a purged tag go, and come back neither by puts nor by repair."""
+    purged, other = b"acme-tag", b"other-tg"
+    mine = [make_records(30, NODE_INDEX, seed=seed, shape=shape, tenant_tag=purged)
+            for seed, shape in ((1, SMALL), (2, LARGE))]
+    theirs = make_records(20, NODE_INDEX, seed=3, tenant_tag=other)
+    free = make_records(10, NODE_INDEX, seed=4)
+    for records in (*mine, theirs, free):
+        await store(node, records, clock)
+    held = {other: 20 * SMALL.slot_bytes, bytes(8): 10 * SMALL.slot_bytes}
+    both = SMALL.slot_bytes + LARGE.slot_bytes
+    assert await node.tenant_bytes(soon(clock)) == {purged: 30 * both, **held}
+    assert await node.bury([purged], soon(clock)) == 60
+    assert await node.bury([purged], soon(clock)) == 0
+    assert await node.tenant_bytes(soon(clock)) == held
+    assert {record.tenant_tag for record in await listing(node, clock)} == {other, bytes(8)}
+    for records in mine:
+        assert (await node.look_up(records.keys, soon(clock))).location.tolist() == [ABSENT] * 30
+        for repair in (False, True):
+            outcome = await node.put(replace(records.batch(), repair=repair), soon(clock))
+            assert (outcome.stored.any(), outcome.why) == (False, PURGED)
+    assert await records_held(node, clock) == 30
+    await store(node, make_records(5, NODE_INDEX, seed=5, tenant_tag=other), clock)
+
+
+@pytest.mark.parametrize("tag", [b"", b"seven-b", bytes(8)])
+async def test_only_a_tenants_tag_can_be_buried(node: Node, clock: FakeClock, tag: bytes) -> None:
+    await store(node, make_records(3, NODE_INDEX), clock)
+    with pytest.raises(InvalidArgument):
+        await node.bury([tag], soon(clock))
+    assert await records_held(node, clock) == 3
 
 
 async def test_info_counts_records_and_bytes(node: Node, clock: FakeClock) -> None:

@@ -29,20 +29,21 @@ class Blocks:
     shape: BlockShape
     keys: tuple[bytes, ...]
     data: NDArray[np.uint8]
+    tenant_tag: bytes = bytes(8)
 
     @property
     def items(self) -> list[PutItem]:
-        return [PutItem(key, depth, bytes(8)) for depth, key in enumerate(self.keys)]
+        return [PutItem(key, depth, self.tenant_tag) for depth, key in enumerate(self.keys)]
 
     def block(self, at: int) -> bytes:
         return bytes(self.data[at])
 
 
 def make_blocks(count: int, *, seed: int = 1, shape: BlockShape = TINY, keys: Sequence[bytes] = (),
-                run: int = 16) -> Blocks:
+                run: int = 16, tenant_tag: bytes = bytes(8)) -> Blocks:
     """The same seed makes the same blocks; the same `keys` with another seed makes other versions of them."""
     data = np.random.default_rng(seed).integers(0, 256, (count, shape.block_bytes), np.uint8)
-    return Blocks(shape, tuple(keys) or tuple(make_keys(count, seed, run)), data)
+    return Blocks(shape, tuple(keys) or tuple(make_keys(count, seed, run)), data, tenant_tag)
 
 
 def sound_versions(nodes: Sequence[MemoryNode], key: bytes) -> dict[bytes, dict[int, Stored]]:

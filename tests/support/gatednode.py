@@ -8,7 +8,7 @@ With `gives_up` the caller is answered at once that the node is unavailable.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +126,12 @@ class GatedNode:
 
     async def collect(self, deadline: Deadline) -> int:
         return await self.inner.collect(deadline)
+
+    async def bury(self, tags: Collection[bytes], deadline: Deadline) -> int:
+        return await self.inner.bury(tags, deadline)
+
+    async def tenant_bytes(self, deadline: Deadline) -> Mapping[bytes, int]:
+        return await self.inner.tenant_bytes(deadline)
 
     async def info(self, deadline: Deadline) -> NodeInfo:
         return await self.inner.info(deadline)

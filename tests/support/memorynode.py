@@ -9,16 +9,18 @@ is evicted except by `collect`, in the order of `efs/gc.py`. `horizon` is its ev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from efs.batch import check_batch, require_keys
+from efs.burial import words_of
 from efs.checksum import xxh3_64
 from efs.clock import Arrivals, Clock, Deadline, stamp_of
-from efs.contract import ABSENT, TOO_COLD, Landing, NodeTable, PutBatch, PutOutcome, Span, Stride, VersionRow
+from efs.contract import ABSENT, PURGED, TOO_COLD, Landing, NodeTable, PutBatch, PutOutcome, Span, Stride, VersionRow
 from efs.errors import InvalidArgument, NodeFull, NodeUnavailable
 from efs.gc import NOTHING, Watermarks, order_key
 from efs.limits import MAX_VERSIONS_PER_KEY
@@ -59,6 +61,7 @@ class MemoryNode:
         self.down: str | None = None
         self.hanging = False
         self.horizon = NOTHING
+        self.buried: set[bytes] = set()
         self.records: dict[bytes, dict[bytes, Stored]] = {}
         self.slots: dict[int, Stored] = {}
 
@@ -178,6 +181,8 @@ class MemoryNode:
         return PutOutcome(stored, why)
 
     def _store(self, batch: PutBatch, row: int, key: bytes, digest: bytes) -> str | None:
+        if parse_header(batch.headers[row].tobytes()).tenant_tag in self.buried:
+            return PURGED
         known = self.records.get(key, {}).get(digest)
         if known is not None and known.header.shard != batch.headers[row, 6]:
             self._forget(known)
@@ -268,6 +273,22 @@ class MemoryNode:
             self.horizon = max(self.horizon, _order_key(stored.header, stored.stamp))
             self._forget(stored)
         return too_many
+
+    async def bury(self, tags: Collection[bytes], deadline: Deadline) -> int:
+        await self._pass(deadline)
+        words_of(tags)
+        self.buried.update(tags)
+        gone = [stored for stored in self.slots.values() if stored.header.tenant_tag in self.buried]
+        for stored in gone:
+            self._forget(stored)
+        return len(gone)
+
+    async def tenant_bytes(self, deadline: Deadline) -> Mapping[bytes, int]:
+        await self._pass(deadline)
+        held: Counter[bytes] = Counter()
+        for stored in self.slots.values():
+            held[stored.header.tenant_tag] += stored.slot_bytes
+        return held
 
     async def info(self, deadline: Deadline) -> NodeInfo:
         await self._pass(deadline)
