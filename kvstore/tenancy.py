@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from efs.fs import FileSystem
 from efs.limits import DATA_SHARDS, STRIPE_SHARDS
+from efs.osio import Io
 from efs.purge import PurgeReport
 from kvstore.tenants import NO_TENANT_TAG, Tenant, begin_purge, end_purge, find_tenant, list_tenants
 
@@ -61,7 +62,8 @@ def apply_quotas(filesystem: FileSystem, root: str) -> None:
                              if tenant.quota_bytes is not None})
 
 
-async def purge_tenant(filesystem: FileSystem, root: str, name: str, *, unless_empty: bool = False) -> Purged:
+async def purge_tenant(filesystem: FileSystem, root: str, name: str, *, unless_empty: bool = False,
+                       io: Io | None = None) -> Purged:
     """Purge all that was ever stored under a tenant's name; it can store again at once, under new keys. Namespaces that
     were made before still have the old secret: what is put through them is refused.
 
@@ -69,14 +71,14 @@ async def purge_tenant(filesystem: FileSystem, root: str, name: str, *, unless_e
     purges. Only for an owner that has no puts under way. InvalidArgument for an unknown name; OpenFailed when the purge
     could not be noted: run it again.
     """
-    tenant = find_tenant(root, name)
+    tenant = find_tenant(root, name, io=io)
     held, silent = await filesystem.tenant_bytes()
     stored = sum(held.get(tag, 0) for tag in (tenant.tag, *tenant.retired))
     empty = not held.get(tenant.tag) and STRIPE_SHARDS - len(silent) >= ENOUGH_NODES
     if unless_empty and empty and not tenant.purging:
         return Purged(tenant, await filesystem.purge(tenant.retired), False, stored)
     begun = not tenant.purging
-    tenant = begin_purge(root, name)
+    tenant = begin_purge(root, name, io=io)
     apply_quotas(filesystem, root)
     report = await filesystem.purge(tenant.retired)
-    return Purged(end_purge(root, name), report, begun, stored)
+    return Purged(end_purge(root, name, io=io), report, begun, stored)

@@ -49,6 +49,8 @@ COMMANDS = (
     "tenant add",
     "tenant list",
     "tenant rotate",
+    "tenant purge",
+    "tenant quota",
 )
 
 

@@ -174,7 +174,9 @@ def test_tenants_are_added_and_listed_and_their_secret_is_never_shown(root: Path
     secret = find_tenant(str(root), "acme").secret.hex()
     listed = run("tenant", "list", "--json", store=root)
     text = run("tenant", "list", store=root)
-    assert listed.document() == {"tenants": [added.document()]}
+    (shown,) = listed.document()["tenants"]
+    assert shown == {**added.document(), "stored_bytes": 0, "payload_bytes": 0, "purge_pending": []}
+    assert listed.document()["exact"] is True
     assert added.document()["generation"] == 0
     assert "acme" in text.out
     for done in (added, listed, text):
@@ -184,7 +186,7 @@ def test_tenants_are_added_and_listed_and_their_secret_is_never_shown(root: Path
 
 def test_a_store_without_tenants_lists_none(root: Path) -> None:
     assert run("tenant", "list", store=root).out == "no tenants\n"
-    assert run("tenant", "list", "--json", store=root).document() == {"tenants": []}
+    assert run("tenant", "list", "--json", store=root).document() == {"tenants": [], "exact": True}
 
 
 def test_rotating_needs_a_confirmation_and_keeps_the_old_tag(root: Path) -> None:
@@ -205,6 +207,13 @@ def test_rotating_needs_a_confirmation_and_keeps_the_old_tag(root: Path) -> None
         (("add", "no spaces"), "no spaces"),
         (("add", ""), "''"),
         (("rotate", "nobody", "--yes"), "nobody"),
+        (("purge", "nobody", "--yes"), "nobody"),
+        (("purge", "acme"), "--yes"),
+        (("quota", "nobody", "1GiB"), "nobody"),
+        (("quota", "acme", "1G"), "1G"),
+        (("quota", "acme", "0"), "0"),
+        (("quota", "acme", "-1"), "-1"),
+        (("quota", "acme", "all"), "all"),
     ],
 )
 def test_a_wrong_tenant_is_named(root: Path, words: tuple[str, ...], named: str) -> None:
@@ -215,7 +224,8 @@ def test_a_wrong_tenant_is_named(root: Path, words: tuple[str, ...], named: str)
 
 
 def test_tenants_of_no_store_are_refused(tmp_path: Path) -> None:
-    for words in (("list",), ("add", "acme"), ("rotate", "acme", "--yes")):
+    for words in (("list",), ("add", "acme"), ("rotate", "acme", "--yes"), ("purge", "acme", "--yes"),
+                  ("quota", "acme", "none")):
         done = run("tenant", *words, store=tmp_path)
         assert done.code == 2
         assert str(tmp_path) in done.error_line
@@ -226,7 +236,8 @@ def test_changing_tenants_beside_an_owner_is_refused_with_its_pid(root: Path) ->
     run("tenant", "add", "acme", store=root)
     lock = OwnerLock.take(SystemIo(), str(root))
     try:
-        for words in (("add", "more"), ("rotate", "acme", "--yes")):
+        for words in (("add", "more"), ("rotate", "acme", "--yes"), ("purge", "acme", "--yes"),
+                      ("quota", "acme", "1GiB")):
             done = run("tenant", *words, store=root)
             assert done.code == 8
             assert f"process {os.getpid()}" in done.error_line
