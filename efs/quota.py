@@ -43,6 +43,11 @@ class Quotas:
         """Reservations that ended while a decision was being made."""
         self._deciding = asyncio.Lock()
 
+    @property
+    def any(self) -> bool:
+        """Whether some tag has a limit."""
+        return bool(self._limits)
+
     def limit(self, limits: Mapping[bytes, int]) -> None:
         """Bytes that each of these tags may take, from now on; all others are without a limit."""
         for tag, size in limits.items():

@@ -70,6 +70,7 @@ async def test_twelve_real_nodes_that_evict_leave_one_percent_of_dead_space_and_
     assert written > 3 * slots, "the store was not turned over"
     for index in range(STRIPE_SHARDS):
         await filesystem.upkeep.node(index).settled()  # type: ignore[union-attr]
+    assert len(await filesystem.collect(deadline_ms=DEADLINE_MS)) == STRIPE_SHARDS, "each ends a cycle of its own"
     held = await shards_of_versions(filesystem, clock)
     dead = sum(nodes for nodes in held.values() if nodes < DATA_SHARDS)
     print(f"{held.total()} records, {dead} of them in stripes with fewer than ten shards")
