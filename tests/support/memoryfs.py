@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from efs.clock import SystemClock
 from efs.errors import StoreNotFound
 from efs.fs import FileSystem, OnSegment
+from efs.quota import Quotas
 from efs.shape import BlockShape
 from efs.types import GetReport, NodeInfo, PutItem, PutReport
 
@@ -30,6 +32,7 @@ class MemoryFileSystem(FileSystem):
         self.stalled = threading.Event()
         self.cancelled = 0
         self.closed = False
+        self.quotas = Quotas((), SystemClock())
 
     async def _wait(self) -> None:
         if self.stall:

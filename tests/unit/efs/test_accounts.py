@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from efs.clock import Deadline, SystemClock
+from efs.clock import Deadline, SystemClock, stamp_of
 from efs.cluster import read_store_config
 from efs.contract import ABSENT, PURGED
 from efs.errors import NodeFull
@@ -73,7 +73,7 @@ class Rig:
         await self._put(self.some(), repair=True)
 
     async def _put(self, records: Records, repair: bool) -> None:
-        stamp = int(self.box.clock.wall()) // 60 - self.source.randrange(30)
+        stamp = stamp_of(self.box.clock.wall()) - self.source.randrange(1_800)
         try:
             outcome = await self.node.put(replace(records.batch(stamp), repair=repair), self.box.soon())
         except NodeFull:
