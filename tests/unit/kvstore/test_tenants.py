@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 
 from efs.errors import InvalidArgument, Locked, StoreNotFound
-from kvstore.tenants import TENANTS_FILE, Tenant, add_tenant, find_tenant, list_tenants, rotate_tenant, tenant_tag
+from kvstore.tenants import (
+    TENANTS_FILE,
+    Tenant,
+    add_tenant,
+    begin_purge,
+    end_purge,
+    find_tenant,
+    list_tenants,
+    rotate_tenant,
+    set_quota,
+    tenant_tag,
+)
 
 
 class Counting:
@@ -154,6 +165,10 @@ def test_what_is_no_regular_file_is_refused(root: str) -> None:
         (entry(generation='"0"'), "tenant acme: generation is no integer"),
         (entry(generation="true"), "tenant acme: generation is no integer"),
         (entry(generation=-1), "generation is -1"),
+        (entry(quota_bytes='"1GiB"'), "quota_bytes is no integer"),
+        (entry(quota_bytes="true"), "quota_bytes is no integer"),
+        (entry(quota_bytes=-1), "quota_bytes is -1"),
+        (entry(purging=1), "purging neither true nor false"),
         (entry(secret='"00ff"'), "secret has 2 bytes, must have 32"),
         (entry(secret=5), "no hex text"),
         (entry(name='"../x"'), "tenant name '../x' must be"),
@@ -226,3 +241,26 @@ def test_what_a_crash_left_behind_does_not_lend_its_mode(root: str) -> None:
 def test_a_root_that_is_not_there_is_named(root: str) -> None:
     with pytest.raises(StoreNotFound, match=f"no store at {root}/absent: No such file"):
         add_tenant(root + "/absent", "acme")
+
+
+def test_quota_and_a_purge_that_goes_on_are_kept_in_the_file(root: str) -> None:
+    added = add_tenant(root, "acme")
+    set_quota(root, "acme", 10 * 1024**3)
+    begun = begin_purge(root, "acme")
+    assert (begun.generation, begun.retired, begun.purging, begun.quota_bytes) == (1, (added.tag,), True, 10 * 1024**3)
+    assert begun.secret != added.secret
+    assert begin_purge(root, "acme") == find_tenant(root, "acme") == begun, "it has begun already"
+    ended = end_purge(root, "acme")
+    assert (ended.generation, ended.purging) == (1, False)
+    assert begin_purge(root, "acme").retired == (added.tag, ended.tag), "the next one"
+    assert set_quota(root, "acme", None).quota_bytes is None
+    assert "quota_bytes" not in (Path(root) / TENANTS_FILE).read_text()
+
+
+def test_a_file_that_could_not_be_read_again_is_not_written(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_tenant(root, "acme")
+    before = (Path(root) / TENANTS_FILE).read_bytes()
+    monkeypatch.setattr("kvstore.tenants.MAX_FILE_BYTES", len(before) + 10)
+    with pytest.raises(InvalidArgument, match="at most"):
+        add_tenant(root, "other")
+    assert (Path(root) / TENANTS_FILE).read_bytes() == before
