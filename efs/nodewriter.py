@@ -264,7 +264,7 @@ class NodeWriter:
 
     def _forget_late(self, records: Sequence[Records]) -> None:
         """Of records that were just stored those go at once whose tags were buried meanwhile."""
-        if not self._state.buried:
+        if not self._state.buried or not records:
             return
         locations = np.concatenate([part.locations() for part in records])
         rows = [self._state.table(part.location >> SLOT_BITS).entries[part.location & SLOT_MASK :][: part.count]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from efs.cluster import read_store_config
-from efs.contract import ABSENT, PURGED
-from efs.errors import CorruptRecord, InvalidArgument, OpenFailed
+from efs.contract import ABSENT, PURGED, TOO_COLD
+from efs.errors import CorruptRecord, InvalidArgument, NodeFull, OpenFailed
 from efs.fs import FileSystem
 from efs.limits import BURY_RECORDS, MAX_TOMBSTONES, MIB, STRIPE_SHARDS
 from efs.osio import SystemIo
@@ -26,7 +26,7 @@ from efs.types import PutReport
 from tests.support.blocks import Blocks, make_blocks
 from tests.support.faultio import FaultIo
 from tests.support.nodebox import NODE_INDEX, NodeBox, crash, index_agrees
-from tests.support.records import make_records
+from tests.support.records import LARGE, make_records
 
 CAPACITY = STRIPE_SHARDS * 8 * MIB
 DEADLINE_MS = 20_000
@@ -153,6 +153,27 @@ async def test_a_cancelled_put_whose_job_ends_after_the_purge_does_not_survive(t
     await node.close()
     node = await box.open()
     assert not (await box.holds(node, late)).any()
+    await node.close()
+
+
+async def test_a_full_node_refuses_cold_records_as_ever_when_something_is_buried(tmp_path: Path) -> None:
+    box = NodeBox(tmp_path, capacity_bytes=4 * MIB)
+    node = await box.open()
+    assert await node.bury([ACME], box.soon()) == 0
+    reasons: list[str | None] = []
+    refused = 0
+    for seed in range(12):
+        await box.store(node, make_records(100, NODE_INDEX, seed=seed, shape=LARGE), stamp=1_000 + seed)
+        try:
+            cold = make_records(60, NODE_INDEX, seed=100 + seed, shape=LARGE)
+            reasons.append((await node.put(cold.batch(seed), box.soon())).why)
+        except NodeFull as error:
+            reasons.append(str(error).rpartition("full: ")[2])
+            refused += 1
+    assert set(reasons) == {None, TOO_COLD}
+    assert refused > 0
+    await node.settled()
+    assert index_agrees(node)
     await node.close()
 
 
