@@ -38,11 +38,11 @@ MEMBERS: Final = {
     "KVStore": "blocking close config filesystem get_into match namespace nodes open put root",
     "Namespace": "bind chain generation group layout model parallel secret tenant tenant_tag weights",
     "NodeInfo": "capacity_bytes extents_total extents_used live_bytes node_id node_index records state unverified",
-    "PutReport": "acked already at_risk failed",
+    "PutReport": "acked already at_risk failed why",
     "ReplayCost": "bounded exact snapshot",
     "Segment": "bytes name",
     "Setting": "meaning name source value",
-    "Tenant": "generation name retired secret tag",
+    "Tenant": "generation name purging quota_bytes retired secret tag",
 }
 """Public attributes of each class, in alphabetical order."""
 
@@ -67,7 +67,7 @@ PARAMETERS: Final = {
     "BlockLayout.segment_view": "buffer, segment",
     "Segment": "name, bytes",
     "GetReport": "blocks, ok, rebuilt, hedged, corrupt, missing, raced, bytes, seconds",
-    "PutReport": "acked, already, failed, at_risk",
+    "PutReport": "acked, already, failed, at_risk, why=",
     "HitPlan": "matched, hit, replay, suffix",
     "ReplayCost": "snapshot, bounded, exact",
     "Setting": "name, value, source, meaning",

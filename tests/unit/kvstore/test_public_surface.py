@@ -51,7 +51,7 @@ def test_arguments_of_keys_and_plans() -> None:
 
 def test_fields_of_reports() -> None:
     assert parameters(HitPlan) == ["matched", "hit", "replay", "suffix"]
-    assert parameters(PutReport) == ["acked", "already", "failed", "at_risk"]
+    assert parameters(PutReport) == ["acked", "already", "failed", "at_risk", "why"]
     assert parameters(GetReport) == [
         "blocks", "ok", "rebuilt", "hedged", "corrupt", "missing", "raced", "bytes", "seconds",
     ]  # fmt: skip
