@@ -248,7 +248,7 @@ class Index:
     def sync(self) -> None:
         """Make all commits durable. OSError when the system cannot: the caller must not trust the index to be."""
         try:
-            self._io.index_sync(lambda: self._env.sync(True))
+            self._io.index_sync(self._path, lambda: self._env.sync(True))
         except lmdb.Error as error:
             raise _system_error(error) from error
 
@@ -272,7 +272,7 @@ class Index:
             transaction = self._env.begin(write=True)
             try:
                 result = change(transaction, batch)
-                self._io.index_commit(transaction.commit)
+                self._io.index_commit(self._path, transaction.commit)
             finally:
                 transaction.abort()  # Does nothing after a commit.
         except lmdb.MapFullError as error:

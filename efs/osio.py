@@ -5,7 +5,7 @@ Tests replace it to fail, hang, shorten, count or record any operation. Three ru
 - One method call is one numbered operation. `preadv`, `pwritev` and `pwrite` may be short, exactly as the system call;
   `read_exactly` and `write_fully` below loop.
 - `index_commit` and `index_sync` are in the list because LMDB does its own system calls: passing them through the door
-  gives crash tests their place in the order write → sync → commit.
+  gives crash tests their place in the order write → sync → commit. `path` is the directory of the index.
 - `preadv(nowait=True)` answers from the page cache only: it raises BlockingIOError where it would have to wait and
   may return less than asked. It never blocks, so it may run on the event loop's thread; everything else here may
   block and belongs on a node's own threads, except at start and close.
@@ -65,9 +65,9 @@ class Io(Protocol):
 
     def unlock(self, fd: int) -> None: ...
 
-    def index_commit(self, commit: Callable[[], None]) -> None: ...
+    def index_commit(self, path: str, commit: Callable[[], None]) -> None: ...
 
-    def index_sync(self, sync: Callable[[], None]) -> None: ...
+    def index_sync(self, path: str, sync: Callable[[], None]) -> None: ...
 
 
 class SystemIo:
@@ -127,10 +127,10 @@ class SystemIo:
         """Give a lock up. Closing alone would leave it to every child that was forked meanwhile and holds the file."""
         fcntl.flock(fd, fcntl.LOCK_UN)
 
-    def index_commit(self, commit: Callable[[], None]) -> None:
+    def index_commit(self, path: str, commit: Callable[[], None]) -> None:
         commit()
 
-    def index_sync(self, sync: Callable[[], None]) -> None:
+    def index_sync(self, path: str, sync: Callable[[], None]) -> None:
         sync()
 
 

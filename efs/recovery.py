@@ -11,8 +11,10 @@ The tables say what is there; the index is only compared with them. Depending on
   epoch goes up, so all records of before are untrusted until their payload was checked once.
 
 An index that is lost or damaged is made anew in each of these cases. Where two entries are of the same key and digest,
-the higher generation wins and the other slot is freed. Torn entries are zeroed: free slots. An extent whose header
-page is damaged is free, and what was in it is lost; a slab whose extents all belong to another node is refused.
+the higher generation wins and the other slot is freed. Torn entries are zeroed: free slots. Where only node-local
+fields are torn, because a record that is held was being given a new arrival or epoch, and its payload agrees with its
+header, the record stands: it gets an entry of this boot, with a new generation. An extent whose header page is damaged
+is free, and what was in it is lost; a slab whose extents all belong to another node is refused.
 
 *Crash argument.* The boot record, not clean and with the new epoch, is durable before anything is changed. Whatever an
 interrupted opening leaves is what a died process leaves: tables that are right and an index that lacks entries.
@@ -27,11 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.allocator import Allocator
+from efs.checksum import xxh3_64
 from efs.errors import FormatUnsupported, IdentityMismatch, OpenFailed
 from efs.eviction import Eviction
 from efs.extent import SLOT_BITS, SLOT_MASK, Geometry
 from efs.gc import ties_of
 from efs.index import Index, IndexDamaged, IndexEntry, IndexFull
+from efs.limits import DATA_SHARDS
 from efs.metrics import CounterFile
 from efs.nodedir import (
     GENERATION_BITS,
@@ -46,7 +50,7 @@ from efs.nodedir import (
 )
 from efs.nodestate import NodeState
 from efs.osio import Io, sync_directory
-from efs.shard import check_entries, free_entries
+from efs.shard import check_entries, entry_headers, free_entries, headers_stand, wrap_entries
 from efs.slab import Slab
 from efs.stamps import Stamps, load_stamps
 from efs.tables import Table, Tables
@@ -65,13 +69,17 @@ class OpenOptions:
 @dataclass(slots=True)
 class _Scan:
     """What the tables say. live: by extent, (slots,) bool. generations: by extent, (slots,), 0 where not live. torn:
-    locations of entries that are neither free nor valid, when entries were verified."""
+    locations of entries that are neither free nor valid, when entries were verified. salvaged: how many of these are
+    valid again, with the first generations of this boot."""
 
     geometries: dict[int, Geometry] = field(default_factory=dict)
     live: dict[int, Live] = field(default_factory=dict)
     generations: dict[int, NDArray[np.uint64]] = field(default_factory=dict)
     torn: list[int] = field(default_factory=list)
     highest_epoch: int = 0
+    latest_arrival_ms: int = 0
+    salvaged: int = 0
+
 
     @property
     def records(self) -> int:
@@ -101,6 +109,8 @@ def open_state(io: Io, path: str, config: NodeConfig, options: OpenOptions, coun
             if closed:
                 scan = _scan(slab, tables, verify=True)
                 write_boot(io, path, replace(boot, mending=True))
+            counters.add("node_torn_entries", len(scan.torn))
+            _salvage(slab, tables, scan, boot)
             index = _mend(io, path, config, slab, index, tables, scan, counters)
             write_boot(io, path, boot)
         return _assemble(io, path, config, boot, slab, index, tables, scan, counters)
@@ -172,11 +182,48 @@ def _scan_extent(slab: Slab, tables: Tables, scan: _Scan, extent: int, geometry:
         generations[~live] = 0
     epochs = entries["boot_epoch"][live]
     scan.highest_epoch = max(scan.highest_epoch, int(epochs.max(initial=0)))
+    arrivals = entries["arrival_ms"][live]
+    scan.latest_arrival_ms = max(scan.latest_arrival_ms, int(arrivals.max(initial=0)))
     scan.geometries[extent] = geometry
     scan.live[extent] = live
     scan.generations[extent] = generations
     tables.remove(extent)
     tables.add((Table(extent, geometry, entries),), (extent,))
+
+
+def _salvage(slab: Slab, tables: Tables, scan: _Scan, boot: BootRecord) -> None:
+    """Records whose entries are torn in node-local fields only, and whose payload stands, get an entry of this boot. It
+    counts as arrived with the last of the others: a sweep takes no record for older than it is."""
+    left = []
+    for location in scan.torn:
+        extent, slot = location >> SLOT_BITS, location & SLOT_MASK
+        geometry = scan.geometries[extent]
+        entry = slab.read_entries(geometry, location, 1)
+        if not _stands_whole(slab, geometry, location, entry):
+            left.append(location)
+            continue
+        scan.salvaged += 1
+        generation = (boot.boots << GENERATION_BITS) + scan.salvaged
+        raw = wrap_entries(entry_headers(entry), np.array([generation], np.uint64), scan.latest_arrival_ms, boot.epoch)
+        slab.write_entries(geometry, location, raw)
+        scan.live[extent][slot] = True
+        scan.generations[extent][slot] = generation
+        table = tables.get(extent)
+        if table is not None:
+            table.fill(slot, raw)
+    scan.torn = left
+
+
+def _stands_whole(slab: Slab, geometry: Geometry, location: int, entry: NDArray[np.void]) -> bool:
+    """Whether a torn entry has a valid header and the slot holds the payload that it names."""
+    if not headers_stand(entry, geometry.slot_class.slot_bytes)[0]:
+        return False
+    try:
+        payload = slab.read_payload(geometry, location, 1)[0]
+    except OSError:
+        return False
+    shard_bytes = -(-int(entry["block_bytes"][0]) // DATA_SHARDS)
+    return xxh3_64(payload[:shard_bytes]) == int(entry["payload_hash"][0])
 
 
 # -- Index ----------------------------------------------------------------------------------------------------------
@@ -185,7 +232,6 @@ def _scan_extent(slab: Slab, tables: Tables, scan: _Scan, extent: int, geometry:
 def _mend(io: Io, path: str, config: NodeConfig, slab: Slab, index: Index, tables: Tables, scan: _Scan,
           counters: CounterFile) -> Index:
     """Zero torn entries and make the index say what the tables say; made anew if it cannot be read. Returns it."""
-    counters.add("node_torn_entries", len(scan.torn))
     _free(slab, tables, scan, scan.torn)
     try:
         _align(slab, index, tables, scan, counters)
@@ -290,6 +336,7 @@ def _assemble(io: Io, path: str, config: NodeConfig, boot: BootRecord, slab: Sla
             unverified += int(np.count_nonzero(rows["boot_epoch"] < boot.unverified_below))
     state = NodeState(config, boot, slab, index, allocator, stamps, eviction, tables, counters, unverified)
     state.allocated.update(scan.geometries)
+    state.next_generations(scan.salvaged)  # They are given out.
     return state
 
 

@@ -34,7 +34,10 @@ On a node a header stands in a *table entry* of 32 + H bytes:
     24          8      xxh3_64 of bytes [0, 24) and the header's own hash
     32          H      header
 
-A free entry is all zeros. Entries that are neither zeros nor valid are torn writes: their slot is free.
+A free entry is all zeros. Entries that are neither zeros nor valid are torn writes: their slot is free. One exception:
+rewriting the entry of a held record changes node-local fields only, so where it dies half way the header stands, and
+the record with it if its payload does (`efs/recovery.py`). An entry is removed by zeros, which begin with its
+generation: a generation of 0 before a valid header is a removal that died half way.
 """
 
 from __future__ import annotations
@@ -406,16 +409,27 @@ def check_entries(entries: NDArray[np.void], slot_bytes: int | None = None) -> B
     """
     valid = _all_of(_header_checks(entries), len(entries))
     if slot_bytes is not None:
-        units = np.uint64(DATA_SHARDS * SLOT_ALIGN_BYTES)
-        # ceil(ceil(b / 10) / 64) = ceil(b / 640)
-        needed = (entries["block_bytes"] + (units - np.uint64(1))) // units * np.uint64(SLOT_ALIGN_BYTES)
-        valid &= needed == slot_bytes
+        valid &= _belong(entries, slot_bytes)
     rows = np.flatnonzero(valid)
     live = entries if len(rows) == len(entries) else entries[rows]
     raw = raw_entries(live)
     sound = _all_of(_local_checks(live, raw), len(rows))
     valid[rows] = sound & _all_of(_hash_checks(live, raw[:, LOCAL_BYTES:]), len(rows))
     return valid
+
+
+def headers_stand(entries: NDArray[np.void], slot_bytes: int) -> Bools:
+    """(m,) whether each entry is one of a record of this slot size but for its node-local fields, and not removed."""
+    headers = np.ascontiguousarray(entry_headers(entries))
+    return cast("Bools", check_headers(headers) & _belong(entries, slot_bytes) & (entries["generation"] != 0))
+
+
+def _belong(entries: NDArray[np.void], slot_bytes: int) -> Bools:
+    """(m,) whether the block's shards need slots of exactly this size."""
+    units = np.uint64(DATA_SHARDS * SLOT_ALIGN_BYTES)
+    # ceil(ceil(b / 10) / 64) = ceil(b / 640)
+    needed = (entries["block_bytes"] + (units - np.uint64(1))) // units * np.uint64(SLOT_ALIGN_BYTES)
+    return cast("Bools", needed == slot_bytes)
 
 
 def free_entries(entries: NDArray[np.void]) -> Bools:

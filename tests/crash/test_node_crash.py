@@ -17,7 +17,6 @@ import pytest
 from efs.node import DirectoryNode
 from efs.nodedir import index_path
 from tests.crash.nodekills import CAPACITY_BYTES, COLD, DROPPED, LARGER, LATER, SMALLER, STEPS
-from tests.support.clock import FakeClock
 from tests.support.nodebox import NodeBox, index_agrees
 from tests.support.records import Records
 
@@ -38,13 +37,6 @@ def wrecks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
     assert len(lines) > 60
     yield [base / f"{number}-{torn_bytes}" for number, torn_bytes, signal_number in lines if signal_number]
     shutil.rmtree(base)
-
-
-def box_of(path: Path) -> NodeBox:
-    box = NodeBox.__new__(NodeBox)
-    box.path, box.clock, box.boot_id = str(path / "node"), FakeClock(), "boot-1"
-    box.durability, box.mapped = "process", False
-    return box
 
 
 def acked(path: Path) -> set[str]:
@@ -80,8 +72,7 @@ async def check(box: NodeBox, node: DirectoryNode, done: set[str]) -> None:
 
 async def survives(path: Path, lose_index: bool, boot_id: str) -> set[str]:
     """Open what is left of one killed node, check it, use it, and see that a second opening has nothing left to do."""
-    box, done = box_of(path), acked(path)
-    box.boot_id = boot_id
+    box, done = NodeBox.at(path, boot_id=boot_id), acked(path)
     if lose_index:
         shutil.rmtree(index_path(box.path), ignore_errors=True)
     node = await box.open()

@@ -255,13 +255,13 @@ class FaultIo:
         self._enter("unlock", self._path(fd))
         self._inner.unlock(fd)
 
-    def index_commit(self, commit: Callable[[], None]) -> None:
-        self._enter("index_commit", "index")
-        self._inner.index_commit(commit)
+    def index_commit(self, path: str, commit: Callable[[], None]) -> None:
+        self._enter("index_commit", path)
+        self._inner.index_commit(path, commit)
 
-    def index_sync(self, sync: Callable[[], None]) -> None:
-        self._enter("index_sync", "index")
-        self._inner.index_sync(sync)
+    def index_sync(self, path: str, sync: Callable[[], None]) -> None:
+        self._enter("index_sync", path)
+        self._inner.index_sync(path, sync)
 
     # -- inside
 

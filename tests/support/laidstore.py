@@ -41,7 +41,7 @@ class UnsyncedIo(SystemIo):
     def fdatasync(self, fd: int) -> None:
         pass
 
-    def index_sync(self, sync: Callable[[], None]) -> None:
+    def index_sync(self, path: str, sync: Callable[[], None]) -> None:
         pass
 
 

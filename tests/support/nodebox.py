@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from efs.clock import Clock, Deadline
 from efs.contract import Landing, NodeTable, Span, Stride
 from efs.extent import Geometry, ranges_of
+from efs.gc import Watermarks
 from efs.limits import MIB
 from efs.metrics import CounterFile
 from efs.node import DirectoryNode, Durability
@@ -38,16 +39,26 @@ class NodeBox:
         self.durability = durability
         self.mapped = mapped
         self.boot_id = "boot-1"
+        self.marks: Watermarks | None = None
         self.io = FaultIo()
         self.counters = CounterFile.in_memory()
         self.config = DirectoryNode.create(SystemIo(), self.path, PLACE, node_id, capacity_bytes,
                                            extent_bytes=extent_bytes, index_bytes=index_bytes, boot_id=self.boot_id)
 
+    @classmethod
+    def at(cls, path: Path, durability: Durability = "process", boot_id: str = "boot-1") -> NodeBox:
+        """A box around the node that is at `path / "node"` already."""
+        box = cls.__new__(cls)
+        box.path, box.clock, box.boot_id = str(path / "node"), FakeClock(), boot_id
+        box.durability, box.mapped, box.marks = durability, False, None
+        return box
+
     async def open(self, place: NodePlace = PLACE, io: FaultIo | None = None) -> DirectoryNode:
         self.io = FaultIo() if io is None else io
         self.counters = CounterFile.in_memory()
         return await DirectoryNode.open(self.path, place, self.io, self.clock, counters=self.counters,
-                                        mapped=self.mapped, durability=self.durability, boot_id=self.boot_id)
+                                        mapped=self.mapped, durability=self.durability, marks=self.marks,
+                                        boot_id=self.boot_id)
 
     def soon(self) -> Deadline:
         return Deadline.after_ms(self.clock, 20_000)
@@ -104,6 +115,7 @@ class NodeBox:
 
 async def crash(node: DirectoryNode) -> None:
     """What a killed process leaves behind, in this process: files are closed, nothing is written or marked any more."""
+    await node._background.close()
     for thread in (node._guard.reader, node._guard.writer):
         assert await thread.close(10), "a node that hangs can not be reopened in one process"
     node._guard.closed = True

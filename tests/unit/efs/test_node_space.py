@@ -53,8 +53,8 @@ class WatchingIo(FaultIo):
         self.highest = max(self.highest, self._measure())
         return wrote
 
-    def index_commit(self, commit: Callable[[], None]) -> None:
-        super().index_commit(commit)
+    def index_commit(self, path: str, commit: Callable[[], None]) -> None:
+        super().index_commit(path, commit)
         self.highest = max(self.highest, self._measure())
 
 

@@ -392,5 +392,6 @@ def test_listdir_is_sorted_and_index_operations_pass_through(tmp_path: Path) -> 
         (tmp_path / name).touch()
     assert SystemIo().listdir(str(tmp_path)) == ["a", "b", "c"]
     called: list[str] = []
-    SystemIo().index_commit(lambda: called.append("commit"))
-    assert called == ["commit"]
+    SystemIo().index_commit("index", lambda: called.append("commit"))
+    SystemIo().index_sync("index", lambda: called.append("sync"))
+    assert called == ["commit", "sync"]
