@@ -1,0 +1,232 @@
+"""What the store must and may answer: the oracle of a chaos run, and the journal by which it outlives its process.
+
+*Universe.* Chains of blocks of BLOCK_TOKENS tokens, in three families, told apart by number:
+
+    hot      HOT_CHAINS chains of HOT_BLOCKS blocks, depths from 0
+    churn    CHURN_CHAINS chains of which only the blocks at depths CHURN_DEPTHS are used, in several versions
+    fresh    chains of one block at depth 0, each put once, guarded while it is one of the last FRESH_KEPT
+
+The payload of a block is SHAKE-128 of seed, chain, block and version: a byte of any other block, version or run shows.
+
+*Wrong bytes (I1).* A block that a read calls ok must be, byte for byte, a version that somebody began to put.
+
+*Lost blocks (I2).* Hot and fresh blocks are *guarded*: put, and then read over and over. Eviction takes the coldest
+first, and of equal stamps (a minute is one stamp) the deepest; churn is deeper than everything guarded. So a guarded
+block must not be evicted while fewer blocks were put, since it was last put or read, than `unevictable_blocks`, a
+quarter of what the store holds. Within that a miss is a violation when at most two nodes are damaged, or at most one
+if the block was acknowledged at risk and has not been seen on all twelve nodes since. A *damaged* node is one that an
+episode touched and that has not been found whole again.
+
+*Deadlines (I3).* A call returns GRACE_MS after its deadline at the latest. A probe coroutine on the same loop and a
+probe thread measure how late the machine wakes them. What the loop was late behind the deadline, all its ticks
+together, is added to what is allowed, and such calls are counted. But a loop that was held up more than STALL_MS longer
+than the thread was blocked by its own process, which is a violation too.
+
+*Journal.* Lines of JSON, appended with one write each, so that a killed process loses none that it wrote: an intent
+before each put, its outcome after it, what was touched, running sums of the incarnation, violations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvstore.keys import Chain, Namespace
+from kvstore.layout import BlockLayout
+
+BLOCK_TOKENS: Final = 4
+LAYOUT: Final = BlockLayout.per_layer((8_000, 12_345, 19_656), format="chaos", dtype="bytes", block_tokens=BLOCK_TOKENS)
+"""Uneven segments, and a size that is no multiple of ten."""
+HOT_CHAINS: Final = 3
+HOT_BLOCKS: Final = 8
+CHURN_CHAINS: Final = 40
+CHURN_FIRST: Final = 1_000
+CHURN_DEPTHS: Final = range(8, 40)
+CHURN_VERSIONS: Final = 3
+FRESH_FIRST: Final = 1_000_000
+FRESH_KEPT: Final = 12
+GRACE_MS: Final = 100.0
+STALL_MS: Final = 1_500.0
+
+Block = tuple[int, int]
+"""Chain and depth."""
+
+
+# -- The universe ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Universe:
+    """All blocks of a run, as a function of its seed."""
+
+    seed: int
+
+    def namespace(self) -> Namespace:
+        return Namespace("chaos", f"seed-{self.seed}", LAYOUT)
+
+    def chain(self, chain: int) -> Chain:
+        """All blocks of a chain of any family, from depth 0."""
+        blocks = HOT_BLOCKS if chain < CHURN_FIRST else CHURN_DEPTHS.stop if chain < FRESH_FIRST else 1
+        tokens = [chain * 64 + position for position in range(blocks * BLOCK_TOKENS)]
+        return self.namespace().chain(tokens)
+
+    def payload(self, block: Block, version: int) -> bytes:
+        """The bytes of a version of a block, block-major."""
+        text = f"{self.seed}/{block[0]}/{block[1]}/{version}".encode()
+        return hashlib.shake_128(text).digest(LAYOUT.block_bytes)
+
+
+def guarded(block: Block) -> bool:
+    """Whether a block is of a family of which nothing may be lost."""
+    return not CHURN_FIRST <= block[0] < FRESH_FIRST
+
+
+# -- The model ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Claim:
+    """A guarded block that was acknowledged. whole: on all twelve nodes. touched: the number of blocks that had been
+    put when it was last put or read."""
+
+    whole: bool
+    touched: int
+
+    def holds(self, put_blocks: int, damaged: int, unevictable_blocks: int) -> bool:
+        """Whether the block must be readable."""
+        return put_blocks - self.touched <= unevictable_blocks and damaged <= (2 if self.whole else 1)
+
+
+@dataclass(slots=True)
+class Model:
+    """What was put, and what must be there. Fed by `Journal` lines; see the module docstring."""
+
+    universe: Universe
+    unevictable_blocks: int
+    versions: dict[Block, set[int]] = field(default_factory=dict)
+    claims: dict[Block, Claim] = field(default_factory=dict)
+    put_blocks: int = 0
+    open_puts: int = 0
+    fresh: int = 0
+
+    def intend(self, blocks: Iterable[Block], version: int) -> None:
+        """A put of these blocks is about to begin."""
+        for block in blocks:
+            self.versions.setdefault(block, set()).add(version)
+            self.put_blocks += 1
+            if block[0] >= FRESH_FIRST:
+                self.fresh = max(self.fresh, block[0] - FRESH_FIRST + 1)
+        self.open_puts += 1
+
+    def put(self, blocks: Iterable[Block], acknowledged: bool, at_risk: bool) -> None:
+        """That put returned. Only when all of its blocks were acknowledged anything is known of each."""
+        self.open_puts -= 1
+        if not acknowledged:
+            return
+        for block in blocks:
+            if guarded(block):
+                self.claims[block] = Claim(not at_risk, self.put_blocks)
+        kept = self.fresh - FRESH_KEPT + FRESH_FIRST
+        for old in [block for block in self.claims if FRESH_FIRST <= block[0] < kept]:
+            del self.claims[old]
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """These were read."""
+        for block in blocks:
+            if block in self.claims:
+                self.claims[block].touched = self.put_blocks
+
+    def found_whole(self, blocks: Iterable[Block]) -> None:
+        """All twelve shards of these were looked at and are sound."""
+        for block in blocks:
+            if block in self.claims:
+                self.claims[block].whole = True
+
+    def is_right(self, block: Block, data: bytes) -> bool:
+        """Whether these bytes may be read under a block."""
+        return any(data == self.universe.payload(block, version) for version in sorted(self.versions.get(block, ())))
+
+    def must_hit(self, block: Block, damaged: int, put_blocks: int) -> bool:
+        """Whether a miss of a block is a violation. put_blocks: how many had been put when the read returned."""
+        claim = self.claims.get(block)
+        return claim is not None and claim.holds(put_blocks, damaged, self.unevictable_blocks)
+
+
+def lateness_ms(elapsed_ms: float, deadline_ms: float, lost_ms: float) -> float:
+    """By how much a call missed its deadline beyond what is allowed; 0 when it did not. lost_ms: what the loop was late
+    behind the deadline."""
+    return max(0.0, elapsed_ms - deadline_ms - GRACE_MS - lost_ms)
+
+
+def stalled(loop_lag_ms: float, thread_lag_ms: float) -> bool:
+    """Whether something held up the loop itself, not the machine."""
+    return loop_lag_ms > thread_lag_ms + STALL_MS
+
+
+# -- The journal -------------------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """Appends to the file of one run."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, **line: Any) -> None:
+        """One line, in one write."""
+        os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@dataclass(slots=True)
+class Told:
+    """What a journal says beside the model: sums over all incarnations, violations, and puts that kills cut short."""
+
+    sums: Counter[str] = field(default_factory=Counter)
+    most: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    incarnations: int = 0
+    cut_puts: int = 0
+
+
+def replay(lines: Iterable[str], model: Model) -> Told:
+    """Bring a new model to where the journal ends. A last line that a kill cut short is passed over."""
+    told = Told()
+    sums: Mapping[str, int] = {}
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        kind = line["t"]
+        blocks = [(int(chain), int(depth)) for chain, depth in line.get("b", ())]
+        if kind == "open":
+            told.sums.update(sums)
+            sums = {}
+            told.incarnations += 1
+            told.cut_puts += model.open_puts
+            model.open_puts = 0
+        elif kind == "intent":
+            model.intend(blocks, line["v"])
+        elif kind == "put":
+            model.put(blocks, line["acknowledged"], line["at_risk"])
+        elif kind == "touch":
+            model.touch(blocks)
+        elif kind == "whole":
+            model.found_whole(blocks)
+        elif kind == "sums":
+            sums = line["sums"]
+            for name, value in line["most"].items():
+                told.most[name] = max(told.most[name], value)
+        elif kind == "violation":
+            told.violations.append(line["what"])
+    told.sums.update(sums)
+    told.cut_puts += model.open_puts
+    return told
