@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+import zlib
+from collections import Counter, deque
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Final, TypeVar
 from efs.errors import EfsError
 from kvstore import KVStore
 from kvstore.keys import Chain
-from tools.chaosrig.model import LAYOUT, Block, Journal, Model, lateness_ms, stalled
+from tools.chaosrig.model import LATE_BUFFERS, LAYOUT, Block, Journal, Model, lateness_ms, stalled
 from tools.chaosrig.probes import LagProbes
 
 SURE_MS: Final = 20_000
@@ -67,6 +68,7 @@ class Calls:
         self._journal = journal
         self._probes = probes
         self._chains: dict[int, Chain] = {}
+        self._buffers: deque[tuple[bytearray, int]] = deque()
 
     def chain(self, number: int) -> Chain:
         """A chain of the universe; its key derivation is kept."""
@@ -121,16 +123,20 @@ class Calls:
         out = bytearray(count * LAYOUT.block_bytes)
         settled: list[tuple[int, int]] = []
         began = time.monotonic()
-        with self.watch.call() as worst:
-            report = await self.timed("get_into", deadline_ms, self.store.get_into(
-                self.chain(number)[first : first + count], out, deadline_ms=deadline_ms,
-                on_segment=lambda segment, leading: settled.append((segment, leading))))
+        try:
+            with self.watch.call() as worst:
+                report = await self.timed("get_into", deadline_ms, self.store.get_into(
+                    self.chain(number)[first : first + count], out, deadline_ms=deadline_ms,
+                    on_segment=lambda segment, leading: settled.append((segment, leading))))
+        finally:
+            self._given_back(out)
         if report is None:
             return [depth for _, depth in blocks]
         self._judge_order(settled, report.blocks)
         rows = LAYOUT.from_segments(out).reshape(count, LAYOUT.block_bytes)
         missed: list[int] = []
         for row, (block, found) in enumerate(zip(blocks, report.ok, strict=True)):
+            self.sums["claims_tested"] += self.model.must_hit(block, worst.damaged)
             if not found:
                 missed.append(block[1])
                 self._judge_miss(block, worst.damaged, began)
@@ -144,6 +150,24 @@ class Calls:
         self.sums["corrupt_shards"] += report.corrupt
         return missed
 
+    def _given_back(self, out: bytearray) -> None:
+        """See "late bytes" in the model."""
+        self._buffers.append((out, zlib.crc32(out)))
+        if len(self._buffers) > LATE_BUFFERS:
+            self._look_at_buffer()
+
+    def _look_at_buffer(self) -> None:
+        old, checksum = self._buffers.popleft()
+        self.sums["buffers_looked_at"] += 1
+        if zlib.crc32(old) != checksum:
+            self.sums["late_bytes"] += 1
+            self.violation("a buffer changed after its read had returned")
+
+    def look_at_buffers(self) -> None:
+        """At all that wait for it."""
+        while self._buffers:
+            self._look_at_buffer()
+
     def _judge_order(self, settled: Sequence[tuple[int, int]], leading: int) -> None:
         """on_segment: once for each segment, in order, with a count that never grows and ends at the report's."""
         counts = [count for _, count in settled]
@@ -154,7 +178,7 @@ class Calls:
             self.violation(f"segments settled as {settled}, the report says {leading} leading blocks")
 
     def _judge_miss(self, block: Block, damaged: int, began: float) -> None:
-        if not self.model.must_hit(block, damaged, self.model.put_blocks):
+        if not self.model.must_hit(block, damaged):
             return
         if self._probes.worst_ms(began)[1] > SWAMPED_MS:
             self.sums["misses_of_a_swamped_machine"] += 1
@@ -206,6 +230,14 @@ class Calls:
             self._journal.write(t="whole", b=whole)
             self.model.found_whole(whole)
         return lacking
+
+    def missed(self, number: int, depths: Iterable[int]) -> None:
+        """These were a miss: nothing more is claimed of those that may have been evicted."""
+        gone = [(number, depth) for depth in sorted(depths) if not self.model.unevicted((number, depth))]
+        if gone:
+            self._journal.write(t="forget", b=gone)
+            for block in gone:
+                self.model.forget(block)
 
     def touched(self, blocks: Sequence[Block]) -> None:
         """These were hit."""

@@ -41,9 +41,9 @@ from tools.chaosrig.report import Outcome, Seen, evidence
 from tools.chaosrig.watchers import Watchers
 
 EXTENT_BYTES: Final = 256 * KIB
-EXTENTS: Final = 10
+EXTENTS: Final = 6
 NODE_BYTES: Final = EXTENTS * EXTENT_BYTES + 1 * MIB + 512 * KIB + 256 * KIB
-"""Ten extents, the least index, the reserve, and stamps: about 500 blocks, which turn over in ten to twenty seconds."""
+"""Six extents, the least index, the reserve, and stamps: about 350 blocks, which turn over again and again."""
 CAPACITY_BYTES: Final = STRIPE_SHARDS * NODE_BYTES
 UNEVICTABLE_BLOCKS: Final = int(
     EXTENTS * Geometry(EXTENT_BYTES, SlotClass.of(LAYOUT.shape)).slots * WATERMARK_LOW / 4)
@@ -287,6 +287,7 @@ class Conduct:
             self._violations.append(f"status ended with {status.code}, or shows no counters: {status.error}")
         return {"sweep": swept, "repair": repaired, "second_sweep": swept_again, "nodes": nodes,
                 "mended": mended.document.get("mended"), "found_by_repair": mended.document.get("findings", []),
+                "counters": damage.raised({}, damage.counters(self._root)),
                 "sums": deep.document.get("sums", {})}
 
     def _outcome(self, episodes: tuple[Episode, ...], ending: dict[str, Any], seconds: float) -> Outcome:

@@ -17,6 +17,9 @@ quarter of what the store holds. Within that a miss is a violation when at most 
 if the block was acknowledged at risk and has not been seen on all twelve nodes since. A *damaged* node is one that an
 episode touched and that has not been found whole again.
 
+*Late bytes.* A buffer that a read has given back, or left when it was cancelled, does not change any more: its checksum
+is taken then and once more when LATE_BUFFERS others have followed.
+
 *Deadlines (I3).* A call returns GRACE_MS after its deadline at the latest. A probe coroutine on the same loop and a
 probe thread measure how late the machine wakes them. What the loop was late behind the deadline, all its ticks
 together, is added to what is allowed, and such calls are counted. But a loop that was held up more than STALL_MS longer
@@ -50,6 +53,7 @@ CHURN_DEPTHS: Final = range(8, 40)
 CHURN_VERSIONS: Final = 3
 FRESH_FIRST: Final = 1_000_000
 FRESH_KEPT: Final = 12
+LATE_BUFFERS: Final = 24
 GRACE_MS: Final = 100.0
 STALL_MS: Final = 1_500.0
 
@@ -97,9 +101,9 @@ class Claim:
     whole: bool
     touched: int
 
-    def holds(self, put_blocks: int, damaged: int, unevictable_blocks: int) -> bool:
-        """Whether the block must be readable."""
-        return put_blocks - self.touched <= unevictable_blocks and damaged <= (2 if self.whole else 1)
+    def tolerates(self, damaged: int) -> bool:
+        """Whether the block must be readable with so many nodes damaged, unless it was evicted."""
+        return damaged <= (2 if self.whole else 1)
 
 
 @dataclass(slots=True)
@@ -151,10 +155,18 @@ class Model:
         """Whether these bytes may be read under a block."""
         return any(data == self.universe.payload(block, version) for version in sorted(self.versions.get(block, ())))
 
-    def must_hit(self, block: Block, damaged: int, put_blocks: int) -> bool:
-        """Whether a miss of a block is a violation. put_blocks: how many had been put when the read returned."""
+    def must_hit(self, block: Block, damaged: int) -> bool:
+        """Whether a miss of a block, now, is a violation."""
+        return self.unevicted(block) and self.claims[block].tolerates(damaged)
+
+    def unevicted(self, block: Block) -> bool:
+        """Whether a block was acknowledged and cannot have been evicted by now."""
         claim = self.claims.get(block)
-        return claim is not None and claim.holds(put_blocks, damaged, self.unevictable_blocks)
+        return claim is not None and self.put_blocks - claim.touched <= self.unevictable_blocks
+
+    def forget(self, block: Block) -> None:
+        """A block was a miss that may have been evicted: nothing is claimed of it any more."""
+        self.claims.pop(block, None)
 
 
 def lateness_ms(elapsed_ms: float, deadline_ms: float, lost_ms: float) -> float:
@@ -221,6 +233,9 @@ def replay(lines: Iterable[str], model: Model) -> Told:
             model.touch(blocks)
         elif kind == "whole":
             model.found_whole(blocks)
+        elif kind == "forget":
+            for block in blocks:
+                model.forget(block)
         elif kind == "sums":
             sums = line["sums"]
             for name, value in line["most"].items():

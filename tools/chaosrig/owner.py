@@ -46,13 +46,15 @@ from tools.chaosrig.model import (
 from tools.chaosrig.probes import LagProbes
 
 REFUSED: Final = 3
-WRITERS: Final = 2
+WRITERS: Final = 3
 READERS: Final = 2
-MOST_PUT_BLOCKS: Final = 8
-PUT_PAUSE_S: Final = (0.05, 0.25)
+MOST_PUT_BLOCKS: Final = 12
+PUT_PAUSE_S: Final = (0.02, 0.15)
 READ_PAUSE_S: Final = (0.02, 0.2)
 FRESH_PAUSE_S: Final = 0.4
 GUARD_PAUSE_S: Final = 0.4
+CANCELLED_SHARE: Final = 0.1
+CANCEL_AFTER_S: Final = (0.0, 0.03)
 TEND_PAUSE_S: Final = (0.5, 2.0)
 TEND_SECONDS: Final = 1.0
 PUT_DEADLINES_MS: Final = (400, 1_000, 3_000)
@@ -146,8 +148,18 @@ class Workers:
     async def _read(self, source: random.Random) -> None:
         await asyncio.sleep(source.uniform(*READ_PAUSE_S))
         await self._go.wait()
-        count = source.randint(1, len(CHURN_DEPTHS))
-        await self._calls.read(_popular(source), CHURN_DEPTHS.start, count, source.choice(READ_DEADLINES_MS))
+        count, deadline_ms = source.randint(1, len(CHURN_DEPTHS)), source.choice(READ_DEADLINES_MS)
+        number, cancel_after_s = _popular(source), source.uniform(*CANCEL_AFTER_S)
+        read = asyncio.create_task(self._calls.read(number, CHURN_DEPTHS.start, count, deadline_ms))
+        try:
+            if source.random() < CANCELLED_SHARE:
+                await asyncio.wait((read,), timeout=cancel_after_s)
+                self._calls.sums["cancelled_reads"] += read.cancel()
+            await asyncio.wait((read,))
+        finally:
+            read.cancel()
+        if not read.cancelled():
+            read.result()
 
     # -- what is guarded
 
@@ -169,6 +181,7 @@ class Workers:
             missed = set(await self._calls.read(number, 0, count, SURE_MS))
             self._calls.sums["guarded_hits"] += count - len(missed)
             self._calls.touched([(number, depth) for depth in range(count) if depth not in missed])
+            self._calls.missed(number, missed)
             for depth in sorted(missed) if number < CHURN_FIRST else ():
                 await self._calls.put(number, depth, 1, 0, max(PUT_DEADLINES_MS))
 
@@ -227,6 +240,7 @@ class Owner:
             running = self._workers.start()
         await self._stopping.wait()
         await cancelled([*running, sums])
+        self._calls.look_at_buffers()
         await self._store.close()
         self._calls.note_sums(self._io.struck)
         await cancelled([commands])

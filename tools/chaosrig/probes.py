@@ -30,8 +30,8 @@ class LagProbes:
             self._loop.append((ended, ended - began - TICK_S))
 
     def lost_ms(self, since: float) -> float:
-        """By how much, all ticks since a monotonic moment together, the loop was late: time in which it could do nothing
-        for a call. The tick that is still waiting counts too."""
+        """By how much, all ticks since a monotonic moment together, the loop was late: time in which it could do
+        nothing for a call. The tick that is still waiting counts too."""
         return sum(lag for lag in _lags(self._loop, since) if lag > 0) * 1000
 
     def worst_ms(self, since: float) -> tuple[float, float]:

@@ -99,7 +99,8 @@ def _totals(told: Told, watchers: Watchers, ending: Mapping[str, Any], capacity_
     names = ("reads", "hit_blocks", "missed_blocks", "guarded_hits", "rebuilt_blocks", "corrupt_shards", "puts",
              "acked_blocks", "already_blocks", "failed_blocks", "at_risk_blocks", "matches", "collect", "sweep",
              "scrub", "repair", "wrong_blocks", "lost_blocks", "late_calls", "late_with_loop", "loop_stalls",
-             "misses_of_a_swamped_machine", "evicted_on_demand")
+             "misses_of_a_swamped_machine", "evicted_on_demand", "claims_tested", "cancelled_reads",
+             "buffers_looked_at", "late_bytes")
     return {
         **{name: told.sums[name] for name in names},
         **{name: told.most[name] for name in ("past_deadline_ms", "loop_lag_ms", "thread_lag_ms")},
@@ -109,6 +110,8 @@ def _totals(told: Told, watchers: Watchers, ending: Mapping[str, Any], capacity_
         "fsck_runs_in_quiet": watchers.quiet_runs,
         "fsck_true_findings": watchers.true_findings,
         "fsck_false_findings": watchers.false_findings,
+        "evicted_records": ending.get("counters", {}).get("node_evicted", 0),
+        "collections": ending.get("counters", {}).get("node_collections", 0),
         "highest_du_bytes": watchers.highest_du_bytes,
         "capacity_bytes": capacity_bytes,
         "leaked_bytes": leaked_bytes(sums, ending.get("nodes", ())),
@@ -131,11 +134,11 @@ def run_violations(kinds: Sequence[Seen], totals: Mapping[str, int], seconds: fl
     """What only the whole run can show."""
     broken = [f"{seen.kind}: no counter showed it in {seen.unseen} of {seen.episodes} episodes"
               for seen in kinds if seen.unseen]
+    needed = ["hit_blocks", "guarded_hits", "claims_tested"]
     if seconds >= EVERY_KIND_SECONDS:
         broken += [f"{seen.kind} was never injected" for seen in kinds if not seen.struck]
-        broken += [f"there were no {name.replace('_', ' ')}" for name in ("missed_blocks", "fsck_runs_in_quiet")
-                   if not totals[name]]
-    broken += [f"there were no {name.replace('_', ' ')}" for name in ("hit_blocks", "guarded_hits") if not totals[name]]
+        needed += ["missed_blocks", "fsck_runs_in_quiet", "evicted_records", "cancelled_reads"]
+    broken += [f"there were no {name.replace('_', ' ')}" for name in needed if not totals[name]]
     if totals["leaked_bytes"]:
         broken.append(f"{totals['leaked_bytes']} bytes leaked")
     return broken
