@@ -9,7 +9,7 @@ wrong bytes never.
 The schedule and what each worker does next follow from the seed; `--plan` prints the schedule and ends. How the
 processes interleave follows from the machine, so a seed repeats the same damage, not the same run.
 
-Exit codes: 0 nothing was broken; 1 something was, with what to run again; 2 wrong request.
+Exit codes: 0 nothing was broken; 1 something was, with what to run again; 2 wrong request; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tools.chaosrig.conduct import Conduct, random_seed
 from tools.chaosrig.plan import plan
 
 MOST_SECONDS = 7 * 86_400.0
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(episode.line())
         return 0
     directory = tempfile.mkdtemp(prefix="kvstore-chaos-", dir=options.directory)
-    outcome = asyncio.run(Conduct(directory, seed, options.seconds, say).run(episodes))
+    try:
+        outcome = asyncio.run(Conduct(directory, seed, options.seconds, say).run(episodes))
+    except KeyboardInterrupt:
+        say(f"interrupted; the store, the journal and the owner's log are in {directory}")
+        return INTERRUPTED
     if options.json:
         print(json.dumps(outcome.document(), indent=1))
     else:
