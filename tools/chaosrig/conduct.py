@@ -86,8 +86,9 @@ class Conduct:
             self._watchers.start()
             await asyncio.sleep(FILL_S)
             await self._heal()
+            first = time.monotonic()
             for episode in episodes:
-                if time.monotonic() - began >= self._seconds and not episode.first_deck:
+                if time.monotonic() - first >= self._seconds and not episode.first_deck:
                     break
                 await self._episode(episode)
             await self._watchers.stop()

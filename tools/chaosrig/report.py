@@ -12,6 +12,8 @@ from tools.chaosrig.model import Told
 from tools.chaosrig.plan import EVERY_KIND_SECONDS, KINDS, Episode
 from tools.chaosrig.watchers import Watchers
 
+VIOLATIONS_SHOWN: Final = 40
+
 EVIDENCE: Final[Mapping[str, tuple[str, ...]]] = {
     "hang_read": ("late_shards", "hedged_shards", "rebuilt_blocks", "node_suspect"),
     "hang_write": ("put_at_risk", "put_failed", "node_suspect"),
@@ -86,7 +88,9 @@ class Outcome:
             what = counters or (without if seen.episodes else "")
             lines.append(f"{seen.kind:<12} {seen.episodes:>8} {seen.struck:>8}   {what}")
         lines += ["", *(f"{name.replace('_', ' '):<28} {value:>12}" for name, value in self.totals.items())]
-        lines += ["", *(f"violation: {what}" for what in self.violations)]
+        lines += ["", *(f"violation: {what}" for what in self.violations[:VIOLATIONS_SHOWN])]
+        if len(self.violations) > VIOLATIONS_SHOWN:
+            lines.append(f"… and {len(self.violations) - VIOLATIONS_SHOWN} more violations")
         if self.violations:
             lines.append(f"replay with: make chaos SEED={self.seed} SECONDS={self.asked_seconds:g}")
         else:
@@ -134,6 +138,8 @@ def run_violations(kinds: Sequence[Seen], totals: Mapping[str, int], seconds: fl
     """What only the whole run can show."""
     broken = [f"{seen.kind}: no counter showed it in {seen.unseen} of {seen.episodes} episodes"
               for seen in kinds if seen.unseen]
+    if not any(seen.struck for seen in kinds):
+        broken.append("nothing was injected at all")
     needed = ["hit_blocks", "guarded_hits", "claims_tested"]
     if seconds >= EVERY_KIND_SECONDS:
         broken += [f"{seen.kind} was never injected" for seen in kinds if not seen.struck]

@@ -70,7 +70,11 @@ def test_a_kind_that_never_struck_fails_a_run_of_two_minutes() -> None:
 
 
 def test_a_run_without_hits_fails() -> None:
-    assert run_violations([], totals(hit_blocks=0), 10) == ["there were no hit blocks"]
+    assert run_violations([Seen("eio", 1, 1)], totals(hit_blocks=0), 10) == ["there were no hit blocks"]
+
+
+def test_a_run_in_which_nothing_was_injected_fails() -> None:
+    assert run_violations([Seen(kind) for kind in KINDS], totals(), 10) == ["nothing was injected at all"]
 
 
 def test_damage_that_no_counter_shows_fails_a_run() -> None:
@@ -88,4 +92,4 @@ def test_a_leaked_slot_is_caught() -> None:
     assert leaked_bytes({**sums, "index_entries": 23}, nodes) == 4096, "a slot that no index entry names"
     assert leaked_bytes({**sums, "readable": 1}, nodes) == 12 * 4096, "slots that no readable block needs"
     assert leaked_bytes(sums, [*nodes[1:], {"live_bytes": 4096}]) == 4096, "a node that counts otherwise"
-    assert run_violations([], totals(leaked_bytes=4096), 10) == ["4096 bytes leaked"]
+    assert run_violations([Seen("eio", 1, 1)], totals(leaked_bytes=4096), 10) == ["4096 bytes leaked"]
