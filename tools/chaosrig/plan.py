@@ -7,8 +7,9 @@ out of reach and misses are legal.
 
 Kinds come in *decks*: each deck holds every kind once, shuffled. Swaps, replacements and third failures have an episode
 for themselves; of the others two neighbours share one, on two nodes. A run of EVERY_KIND_SECONDS or more finishes its
-first deck whatever time it takes; after that a run begins no episode once its seconds have passed. Seed and seconds
-decide kinds, nodes, moments and durations; when exactly the processes are hit by them depends on the machine.
+first deck whatever time it takes; after that a run begins no episode once its seconds have passed. The seed decides
+kinds, nodes, moments and durations, the seconds only how many episodes there are; when exactly the processes are hit
+depends on the machine.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Episode:
 
 def plan(seed: int, seconds: float) -> tuple[Episode, ...]:
     """The episodes of a run, as many as could fit its seconds, at least one deck from EVERY_KIND_SECONDS on."""
-    source = random.Random(f"chaos/{seed}/{seconds:g}")
+    source = random.Random(f"chaos/{seed}")
     episodes: list[Episode] = []
     guessed_s = 0.0
     for deck, kinds in enumerate(_decks(source)):

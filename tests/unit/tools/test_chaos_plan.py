@@ -14,6 +14,11 @@ def test_a_seed_gives_the_same_schedule_every_time_and_another_seed_another_one(
     assert plan(7, 600) != plan(8, 600)
 
 
+def test_a_longer_run_begins_as_a_shorter_one_of_the_same_seed() -> None:
+    short = plan(7, 600)
+    assert plan(7, 3600)[: len(short)] == short
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_every_kind_is_in_the_first_deck_of_two_minutes(seed: int) -> None:
     episodes = plan(seed, EVERY_KIND_SECONDS)
