@@ -122,7 +122,7 @@ class Calls:
         blocks = [(number, depth) for depth in range(first, first + count)]
         out = bytearray(count * LAYOUT.block_bytes)
         settled: list[tuple[int, int]] = []
-        began = time.monotonic()
+        began, uses = time.monotonic(), self.model.uses
         try:
             with self.watch.call() as worst:
                 report = await self.timed("get_into", deadline_ms, self.store.get_into(
@@ -135,14 +135,18 @@ class Calls:
         self._judge_order(settled, report.blocks)
         rows = LAYOUT.from_segments(out).reshape(count, LAYOUT.block_bytes)
         missed: list[int] = []
+        hits: dict[Block, int] = {}
         for row, (block, found) in enumerate(zip(blocks, report.ok, strict=True)):
             self.sums["claims_tested"] += self.model.must_hit(block, worst.damaged)
             if not found:
                 missed.append(block[1])
                 self._judge_miss(block, worst.damaged, began)
-            elif not self.model.is_right(block, rows[row].tobytes()):
+            elif (version := self.model.version_of(block, rows[row].tobytes())) is None:
                 self.sums["wrong_blocks"] += 1
                 self.violation(f"wrong bytes under block {block[1]} of chain {number}")
+            else:
+                hits[block] = version
+        self._hit(hits, uses)
         self.sums["reads"] += 1
         self.sums["hit_blocks"] += count - len(missed)
         self.sums["missed_blocks"] += len(missed)
@@ -239,11 +243,10 @@ class Calls:
             for block in gone:
                 self.model.forget(block)
 
-    def touched(self, blocks: Sequence[Block]) -> None:
-        """These were hit."""
-        if blocks:
-            self._journal.write(t="touch", b=blocks)
-            self.model.touch(blocks)
+    def _hit(self, found: dict[Block, int], begun: int) -> None:
+        if found:
+            self._journal.write(t="hit", b=list(found), v=list(found.values()), begun=begun)
+            self.model.hit(found, begun)
 
 
 async def cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:

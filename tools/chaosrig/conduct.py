@@ -41,12 +41,12 @@ from tools.chaosrig.report import Outcome, Seen, evidence
 from tools.chaosrig.watchers import Watchers
 
 EXTENT_BYTES: Final = 256 * KIB
-EXTENTS: Final = 6
+EXTENTS: Final = 8
 NODE_BYTES: Final = EXTENTS * EXTENT_BYTES + 1 * MIB + 512 * KIB + 256 * KIB
-"""Six extents, the least index, the reserve, and stamps: about 350 blocks, which turn over again and again."""
+"""Eight extents, the least index, the reserve, and stamps: about 450 blocks, which turn over again and again."""
 CAPACITY_BYTES: Final = STRIPE_SHARDS * NODE_BYTES
 UNEVICTABLE_BLOCKS: Final = int(
-    EXTENTS * Geometry(EXTENT_BYTES, SlotClass.of(LAYOUT.shape)).slots * WATERMARK_LOW / 4)
+    EXTENTS * Geometry(EXTENT_BYTES, SlotClass.of(LAYOUT.shape)).slots * WATERMARK_LOW / 2)
 STOP_S: Final = 15.0
 """A store closes in 5 s with nodes that hang; the rest is the machine's."""
 HEAL_S: Final = 90.0

@@ -11,11 +11,12 @@ The payload of a block is SHAKE-128 of seed, chain, block and version: a byte of
 *Wrong bytes (I1).* A block that a read calls ok must be, byte for byte, a version that somebody began to put.
 
 *Lost blocks (I2).* Hot and fresh blocks are *guarded*: put, and then read over and over. Eviction takes the coldest
-first, and of equal stamps (a minute is one stamp) the deepest; churn is deeper than everything guarded. So a guarded
-block must not be evicted while fewer blocks were put, since it was last put or read, than `unevictable_blocks`, a
-quarter of what the store holds. Within that a miss is a violation when at most two nodes are damaged, or at most one
-if the block was acknowledged at risk and has not been seen on all twelve nodes since. A *damaged* node is one that an
-episode touched and that has not been found whole again.
+first, and of equal stamps the deepest; churn is deeper than everything guarded. So a guarded block cannot have been
+evicted while no more than `unevictable_blocks` different versions of blocks were put or read since it was itself,
+counted from the beginning of that call; that is half of what a collection leaves. Within that a miss is a violation
+when at most two nodes are damaged, or at most one if the block was acknowledged at risk and has not been seen on all
+twelve nodes since. A *damaged* node is one that an episode touched and that has not been found whole again. A process
+that was killed leaves no access times of its last minute: for the next one a block was used last when it was put.
 
 *Late bytes.* A buffer that a read has given back, or left when it was cancelled, does not change any more: its checksum
 is taken then and once more when LATE_BUFFERS others have followed.
@@ -26,7 +27,7 @@ together, is added to what is allowed, and such calls are counted. But a loop th
 than the thread was blocked by its own process, which is a violation too.
 
 *Journal.* Lines of JSON, appended with one write each, so that a killed process loses none that it wrote: an intent
-before each put, its outcome after it, what was touched, running sums of the incarnation, violations.
+before each put, its outcome after it, what was hit, running sums of the incarnation, violations.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -95,11 +96,12 @@ def guarded(block: Block) -> bool:
 
 @dataclass(slots=True)
 class Claim:
-    """A guarded block that was acknowledged. whole: on all twelve nodes. touched: the number of blocks that had been
-    put when it was last put or read."""
+    """A guarded block that was acknowledged. whole: on all twelve nodes. put_at, used_at: how many uses there had been
+    (`Model.uses`) when the put of it began, and the last put or read."""
 
     whole: bool
-    touched: int
+    put_at: int
+    used_at: int
 
     def tolerates(self, damaged: int) -> bool:
         """Whether the block must be readable with so many nodes damaged, unless it was evicted."""
@@ -114,17 +116,28 @@ class Model:
     unevictable_blocks: int
     versions: dict[Block, set[int]] = field(default_factory=dict)
     claims: dict[Block, Claim] = field(default_factory=dict)
-    put_blocks: int = 0
+    uses: int = 0
     open_puts: int = 0
     fresh: int = 0
+    _begun: dict[Block, int] = field(default_factory=dict)
+    _last_use: OrderedDict[tuple[Block, int], int] = field(default_factory=OrderedDict)
 
-    def intend(self, blocks: Iterable[Block], version: int) -> None:
+    def opened(self, closed: bool) -> None:
+        """A process owns the store. closed: the one before it had closed the store, not died."""
+        self.open_puts = 0
+        if not closed:
+            for claim in self.claims.values():
+                claim.used_at = claim.put_at
+
+    def intend(self, blocks: Sequence[Block], version: int) -> None:
         """A put of these blocks is about to begin."""
         for block in blocks:
             self.versions.setdefault(block, set()).add(version)
-            self.put_blocks += 1
+            if guarded(block):
+                self._begun[block] = self.uses
             if block[0] >= FRESH_FIRST:
                 self.fresh = max(self.fresh, block[0] - FRESH_FIRST + 1)
+        self._use((block, version) for block in blocks)
         self.open_puts += 1
 
     def put(self, blocks: Iterable[Block], acknowledged: bool, at_risk: bool) -> None:
@@ -134,16 +147,18 @@ class Model:
             return
         for block in blocks:
             if guarded(block):
-                self.claims[block] = Claim(not at_risk, self.put_blocks)
+                begun = self._begun.pop(block)
+                self.claims[block] = Claim(not at_risk, begun, begun)
         kept = self.fresh - FRESH_KEPT + FRESH_FIRST
         for old in [block for block in self.claims if FRESH_FIRST <= block[0] < kept]:
             del self.claims[old]
 
-    def touch(self, blocks: Iterable[Block]) -> None:
-        """These were read."""
-        for block in blocks:
+    def hit(self, found: Mapping[Block, int], begun: int) -> None:
+        """These blocks were read, in these versions, by a call that began after so many uses."""
+        self._use(found.items())
+        for block in found:
             if block in self.claims:
-                self.claims[block].touched = self.put_blocks
+                self.claims[block].used_at = max(begun, self.claims[block].used_at)
 
     def found_whole(self, blocks: Iterable[Block]) -> None:
         """All twelve shards of these were looked at and are sound."""
@@ -151,9 +166,10 @@ class Model:
             if block in self.claims:
                 self.claims[block].whole = True
 
-    def is_right(self, block: Block, data: bytes) -> bool:
-        """Whether these bytes may be read under a block."""
-        return any(data == self.universe.payload(block, version) for version in sorted(self.versions.get(block, ())))
+    def version_of(self, block: Block, data: bytes) -> int | None:
+        """Which of the versions that may be read under a block these bytes are; None when they are wrong."""
+        return next((version for version in sorted(self.versions.get(block, ()))
+                     if data == self.universe.payload(block, version)), None)
 
     def must_hit(self, block: Block, damaged: int) -> bool:
         """Whether a miss of a block, now, is a violation."""
@@ -162,11 +178,28 @@ class Model:
     def unevicted(self, block: Block) -> bool:
         """Whether a block was acknowledged and cannot have been evicted by now."""
         claim = self.claims.get(block)
-        return claim is not None and self.put_blocks - claim.touched <= self.unevictable_blocks
+        return claim is not None and self._used_since(claim.used_at) <= self.unevictable_blocks
 
     def forget(self, block: Block) -> None:
         """A block was a miss that may have been evicted: nothing is claimed of it any more."""
         self.claims.pop(block, None)
+
+    def _use(self, names: Iterable[tuple[Block, int]]) -> None:
+        for name in names:
+            self.uses += 1
+            self._last_use[name] = self.uses
+            self._last_use.move_to_end(name)
+        while len(self._last_use) > 2 * self.unevictable_blocks + 1:
+            self._last_use.popitem(last=False)
+
+    def _used_since(self, moment: int) -> int:
+        """How many different versions of blocks were used since, as far as that is kept."""
+        count = 0
+        for used in reversed(self._last_use.values()):
+            if used <= moment:
+                break
+            count += 1
+        return count
 
 
 def lateness_ms(elapsed_ms: float, deadline_ms: float, lost_ms: float) -> float:
@@ -206,6 +239,7 @@ class Told:
     violations: list[str] = field(default_factory=list)
     incarnations: int = 0
     cut_puts: int = 0
+    closed: bool = True
 
 
 def replay(lines: Iterable[str], model: Model) -> Told:
@@ -224,13 +258,16 @@ def replay(lines: Iterable[str], model: Model) -> Told:
             sums = {}
             told.incarnations += 1
             told.cut_puts += model.open_puts
-            model.open_puts = 0
+            model.opened(told.closed)
+            told.closed = False
+        elif kind == "closed":
+            told.closed = True
         elif kind == "intent":
             model.intend(blocks, line["v"])
         elif kind == "put":
             model.put(blocks, line["acknowledged"], line["at_risk"])
-        elif kind == "touch":
-            model.touch(blocks)
+        elif kind == "hit":
+            model.hit(dict(zip(blocks, line["v"], strict=True)), line["begun"])
         elif kind == "whole":
             model.found_whole(blocks)
         elif kind == "forget":

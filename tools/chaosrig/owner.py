@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 import time
@@ -180,7 +179,6 @@ class Workers:
         for number, count in self._guarded_chains():
             missed = set(await self._calls.read(number, 0, count, SURE_MS))
             self._calls.sums["guarded_hits"] += count - len(missed)
-            self._calls.touched([(number, depth) for depth in range(count) if depth not in missed])
             self._calls.missed(number, missed)
             for depth in sorted(missed) if number < CHURN_FIRST else ():
                 await self._calls.put(number, depth, 1, 0, max(PUT_DEADLINES_MS))
@@ -311,19 +309,18 @@ async def own(options: Options) -> int:
     except EfsError as error:
         _say({"refused": f"{type(error).__name__}: {error}"})
         return REFUSED
-    model = Model(Universe(options.seed), options.unevictable_blocks)
-    if os.path.exists(options.journal):
-        with open(options.journal, encoding="ascii") as lines:
-            replay(lines, model)
-        model.open_puts = 0
     journal = Journal(options.journal)
     journal.write(t="open", n=options.incarnation, at=time.time())
+    model = Model(Universe(options.seed), options.unevictable_blocks)
+    with open(options.journal, encoding="ascii") as lines:
+        replay(lines, model)
     probes = LagProbes()
     ticking = asyncio.create_task(probes.run())
     calls = Calls(KVStore(filesystem, options.root), model, journal, probes)
     calls.watch.now(options.damaged)
     await Owner(options, io, calls.store, calls).run()
     await cancelled([ticking])
+    journal.write(t="closed")
     journal.close()
     return 0
 

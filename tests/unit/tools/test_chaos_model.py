@@ -40,8 +40,9 @@ def put(model: Model, block: Block, *, version: int = 0, acknowledged: bool = Tr
 
 
 def churn(model: Model, blocks: int) -> None:
+    """Put so many different ones."""
     for at in range(blocks):
-        put(model, (CHURN_FIRST, CHURN_DEPTHS.start + at % len(CHURN_DEPTHS)))
+        put(model, (CHURN_FIRST + at // len(CHURN_DEPTHS), CHURN_DEPTHS[at % len(CHURN_DEPTHS)]))
 
 
 # -- Wrong bytes
@@ -51,26 +52,26 @@ def test_one_wrong_byte_anywhere_is_caught() -> None:
     model = a_model()
     put(model, HOT)
     right = model.universe.payload(HOT, 0)
-    assert model.is_right(HOT, right)
+    assert model.version_of(HOT, right) == 0
     for place in (0, LAYOUT.block_bytes // 2, LAYOUT.block_bytes - 1):
         wrong = bytearray(right)
         wrong[place] ^= 1
-        assert not model.is_right(HOT, bytes(wrong))
+        assert model.version_of(HOT, bytes(wrong)) is None
 
 
 def test_the_bytes_of_another_block_version_or_run_are_wrong() -> None:
     model = a_model()
     put(model, CHURN, version=1)
-    assert model.is_right(CHURN, model.universe.payload(CHURN, 1))
-    assert not model.is_right(CHURN, model.universe.payload(CHURN, 2)), "a version that nobody began to put"
-    assert not model.is_right(CHURN, model.universe.payload((CHURN[0], CHURN[1] + 1), 1))
-    assert not model.is_right(CHURN, Universe(seed=10).payload(CHURN, 1))
+    assert model.version_of(CHURN, model.universe.payload(CHURN, 1)) == 1
+    assert model.version_of(CHURN, model.universe.payload(CHURN, 2)) is None, "a version that nobody began to put"
+    assert model.version_of(CHURN, model.universe.payload((CHURN[0], CHURN[1] + 1), 1)) is None
+    assert model.version_of(CHURN, Universe(seed=10).payload(CHURN, 1)) is None
 
 
 def test_bytes_of_a_put_that_was_not_acknowledged_may_be_read() -> None:
     model = a_model()
     put(model, CHURN, acknowledged=False)
-    assert model.is_right(CHURN, model.universe.payload(CHURN, 0))
+    assert model.version_of(CHURN, model.universe.payload(CHURN, 0)) == 0
 
 
 def test_a_mixture_of_two_versions_is_wrong() -> None:
@@ -79,7 +80,7 @@ def test_a_mixture_of_two_versions_is_wrong() -> None:
         put(model, CHURN, version=version)
     one, other = (model.universe.payload(CHURN, version) for version in (0, 1))
     half = LAYOUT.block_bytes // 2
-    assert not model.is_right(CHURN, one[:half] + other[half:])
+    assert model.version_of(CHURN, one[:half] + other[half:]) is None
 
 
 # -- Lost blocks
@@ -110,15 +111,28 @@ def test_what_was_not_acknowledged_or_is_not_guarded_may_be_a_miss() -> None:
     assert not model.must_hit(CHURN, 0)
 
 
-def test_a_block_may_be_evicted_once_enough_was_put_since_it_was_used_and_not_before() -> None:
+def test_a_block_may_be_evicted_once_enough_others_were_used_since_and_not_before() -> None:
     model = a_model()
     put(model, HOT)
+    churn(model, UNEVICTABLE - 1)
+    assert model.must_hit(HOT, 0), "it counts itself"
+    churn(model, UNEVICTABLE - 1)
+    assert model.must_hit(HOT, 0), "the same ones again fill no cache"
     churn(model, UNEVICTABLE)
+    assert not model.must_hit(HOT, 0)
+    model.hit({HOT: 0}, model.uses)
     assert model.must_hit(HOT, 0)
-    model.touch([HOT])
+    churn(model, UNEVICTABLE + 1)
+    assert not model.must_hit(HOT, 0)
+
+
+def test_what_others_read_while_a_read_runs_is_hotter_than_what_it_reads() -> None:
+    model = a_model()
     churn(model, UNEVICTABLE)
-    assert model.must_hit(HOT, 0)
-    churn(model, 1)
+    put(model, HOT)
+    begun = model.uses
+    model.hit({(CHURN_FIRST + at // 32, CHURN_DEPTHS[at % 32]): 0 for at in range(UNEVICTABLE)}, begun)
+    model.hit({HOT: 0}, begun)
     assert not model.must_hit(HOT, 0)
 
 
@@ -165,10 +179,28 @@ def test_what_a_killed_process_was_told_is_claimed_by_the_next_one() -> None:
         '{"t":"inte',
     ], model)
     assert model.must_hit(HOT, 2)
-    assert model.is_right(CHURN, model.universe.payload(CHURN, 2)), "the kill may have come after the last byte"
+    assert model.version_of(CHURN, model.universe.payload(CHURN, 2)) == 2, "the kill may have come after the last byte"
     assert (told.sums["reads"], told.most["loop_lag_ms"]) == (7, 40)
     assert (told.incarnations, told.cut_puts) == (2, 1)
     assert told.violations == ["something"]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_after_a_kill_only_what_was_put_lately_is_sure_to_be_there(closed: bool) -> None:
+    others = [line(t="intent", b=[(CHURN_FIRST, depth), (CHURN_FIRST + 1, depth)], v=0) for depth in CHURN_DEPTHS]
+    ending = [line(t="closed")] if closed else []
+    model = a_model()
+    replay([
+        line(t="open", n=0),
+        line(t="intent", b=[HOT], v=0), line(t="put", b=[HOT], acknowledged=True, at_risk=False),
+        *others,
+        line(t="hit", b=[HOT], v=[0], begun=len(others) * 2 + 1),
+        line(t="intent", b=[(0, 1)], v=0), line(t="put", b=[(0, 1)], acknowledged=True, at_risk=False),
+        *ending,
+        line(t="open", n=1),
+    ], model)
+    assert model.must_hit((0, 1), 2)
+    assert model.must_hit(HOT, 2) is closed, "the kill took the access time of the last read along"
 
 
 def test_a_journal_reads_back_as_it_was_written(tmp_path: Path) -> None:
@@ -178,7 +210,7 @@ def test_a_journal_reads_back_as_it_was_written(tmp_path: Path) -> None:
         journal.write(t="open", n=number)
         journal.write(t="intent", b=[(0, depth) for depth in range(HOT_BLOCKS)], v=0)
         journal.write(t="put", b=[(0, depth) for depth in range(HOT_BLOCKS)], acknowledged=True, at_risk=True)
-        journal.write(t="touch", b=[HOT])
+        journal.write(t="hit", b=[HOT], v=[0], begun=3)
         journal.write(t="forget", b=[(0, 7)])
         journal.close()
     model = a_model()
