@@ -157,8 +157,10 @@ class Conduct:
             await self._must_come_up()
         await self._hold(episode)
         await self._relent(episode)
+        relented = time.monotonic()
         await self._heal()
         healed = time.monotonic()
+        self._say(f"  whole again after {healed - relented:.1f} s")
         for window in windows:
             window.ended = healed
         self._note(episode, damage.raised(before, damage.counters(self._root)))
@@ -239,7 +241,8 @@ class Conduct:
                 scrub, repair = await self._command("scrub"), await self._command("repair")
                 look = await self._command("look")
                 missing = {"scrub": scrub, "repair": repair, "look": look}
-                if not (scrub.get("missing") or repair.get("missing") or look["lacking"] or "error" in repair):
+                failed = any("error" in answer for answer in (scrub, repair, look))
+                if not (failed or scrub["missing"] or repair["missing"] or look["lacking"]):
                     break
         else:
             self._violations.append(f"the store was not whole {HEAL_S:.0f} s after its nodes were: {missing}")
@@ -272,8 +275,8 @@ class Conduct:
         repaired = await self._command("repair")
         swept_again = await self._command("sweep")
         look = await self._command("look")
-        if look["lacking"]:
-            self._violations.append(f"blocks without twelve sound shards after the last repair: {look['lacking']}")
+        if look != {"lacking": []}:
+            self._violations.append(f"blocks without twelve sound shards after the last repair: {look}")
         nodes = (await self._command("nodes"))["nodes"]
         await self._down(True)
         mended = await kvstore(self._root, "fsck", "--repair", "--yes")

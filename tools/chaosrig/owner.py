@@ -93,7 +93,7 @@ class ShiftedClock(SystemClock):
 
 
 class Workers:
-    """Everything that goes on in the store; `pause` and `resume` the churn."""
+    """Everything that goes on in the store; `pause` and `resume` it."""
 
     def __init__(self, calls: Calls, options: Options) -> None:
         self._calls = calls
@@ -172,6 +172,7 @@ class Workers:
 
     async def _guard(self, source: random.Random) -> None:
         await asyncio.sleep(GUARD_PAUSE_S)
+        await self._go.wait()
         await self.read_guarded()
 
     async def read_guarded(self) -> None:
