@@ -7,7 +7,7 @@ only after the store was found whole: the model claims least while it knows leas
    in the moved ones, as a process does on a disk that was unmounted lazily).
 2. What needs it down, closed or killed: a restart that meets absent nodes and rotten tables, swaps (it must be
    refused until they are undone), replacements by `kvstore node replace` (some killed on the way, then repeated).
-3. The hold, with kills. After each start live faults are armed again.
+3. The hold, with kills. After each start live faults are armed again; it lasts until each of them was met.
 4. Faults end, directories come back with what they held; a restart lets their nodes sync.
 5. Healing: all nodes serve, a scrub and a repair have come to the end, and every guarded block has twelve sound shards.
 6. A quiet look: one whole fsck beside all the work that finds nothing.
@@ -50,6 +50,8 @@ UNEVICTABLE_BLOCKS: Final = int(
 STOP_S: Final = 15.0
 """A store closes in 5 s with nodes that hang; the rest is the machine's."""
 HEAL_S: Final = 90.0
+STRIKE_S: Final = 20.0
+"""A hold goes on until every armed fault was met, for so long at most: a slow machine does little in two seconds."""
 FILL_S: Final = 3.0
 SHIFT_S: Final = HOLLOW_GRACE_MS / 1000 + 60.0
 
@@ -211,6 +213,10 @@ class Conduct:
             self._see("kill").struck += 1
             await self._must_come_up()
         await asyncio.sleep(max(0.0, began + episode.hold_s - time.monotonic()))
+        wanted = {fault.kind for fault in self._armed}
+        until = time.monotonic() + STRIKE_S
+        while not wanted <= set((await self._command("struck"))["kinds"]) and time.monotonic() < until:
+            await asyncio.sleep(0.1)
 
     async def _relent(self, episode: Episode) -> None:
         self._armed.clear()
@@ -244,6 +250,7 @@ class Conduct:
                 failed = any("error" in answer for answer in (scrub, repair, look))
                 if not (failed or scrub["missing"] or repair["missing"] or look["lacking"]):
                     break
+                self._say(f"  not whole yet: {missing}")
         else:
             self._violations.append(f"the store was not whole {HEAL_S:.0f} s after its nodes were: {missing}")
         self._damaged = 0

@@ -275,6 +275,9 @@ class Owner:
             self._io.arm(command["kind"], command["directory"])
         elif do == "disarm":
             self._io.disarm()
+            self._calls.note_sums(self._io.struck)
+        elif do == "struck":
+            return {"kinds": sorted(self._io.struck)}
         elif do == "pause":
             self._workers.pause()
         elif do == "resume":
