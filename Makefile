@@ -17,8 +17,10 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -
 SET_UP := $(VENV)/.set-up-$(shell cat pyproject.toml constraints.txt Makefile | sha256sum | cut -c 1-16)
 
 TESTS ?= tests
+SEED ?= 1
+SECONDS ?= 600
 
-.PHONY: help set-up demo test lint types bench clean
+.PHONY: help set-up demo test lint types bench chaos clean
 
 help:
 	@echo 'make demo    a language model resumes a conversation from a store that lost two of twelve directories'
@@ -26,6 +28,7 @@ help:
 	@echo 'make lint    ruff'
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   fetches and puts, as multiples of memcpy'
+	@echo 'make chaos   a store hurt in every way at once; SEED=$(SEED) SECONDS=$(SECONDS), an hour is SECONDS=3600'
 	@echo 'make clean   remove the environment and what was built'
 
 set-up: $(SET_UP)
@@ -54,6 +57,9 @@ types: $(SET_UP)
 
 bench: $(SET_UP)
 	$(BIN)/kvstore bench
+
+chaos: $(SET_UP)
+	$(BIN)/python tools/chaos.py --seed '$(SEED)' --seconds '$(SECONDS)'
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,7 +20,9 @@ so the versions of a key are neighbours and a listing comes sorted by key, then 
 pages too, and a transaction that met MapFull can only be aborted. The index therefore takes at most one entry for
 every ENTRY_BYTES of its budget (IndexFull), which leaves 40 % of the pages free under churn of random keys; puts and
 deletes go in one transaction, deletes of at most DELETE_BATCH, and in halves of it as often as MapFull asks for that:
-each one that commits frees pages for the one after the next.
+each one that commits frees pages for the one after the next. A process that was killed inside a read transaction beside
+the owner keeps all pages of then and since from being reused: a MapFull first has such readers forgotten, and is tried
+again if there were any.
 
 *Crash argument.* kill -9: LMDB's last committed transaction stands, its pages are in the page cache. Power loss:
 without syncs the file may be anything, also wrong in ways that LMDB does not notice; the node therefore never opens an
@@ -260,6 +262,8 @@ class Index:
             try:
                 total += self._commit(batch, change)
             except IndexFull:
+                if self._env.reader_check():
+                    continue
                 if len(batch) == 1:
                     raise
                 size = len(batch) // 2

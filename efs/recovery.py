@@ -16,6 +16,11 @@ fields are torn, because a record that is held was being given a new arrival or 
 header, the record stands: it gets an entry of this boot, with a new generation. An extent whose header page is damaged
 is free, and what was in it is lost; a slab whose extents all belong to another node is refused.
 
+*Lost stamps.* A process that died has not written the stamps of its last STAMP_FLUSH_MS, and the file still has those
+of what lay in the slots before: what was acknowledged last would look coldest and be evicted first. So unless the node
+was closed, records that arrived in that time before the newest one are stamped with their arrival at least. A record
+that was repaired in that time comes out hotter than its sources; that is the smaller evil.
+
 *Crash argument.* The boot record, not clean and with the new epoch, is durable before anything is changed. Whatever an
 interrupted opening leaves is what a died process leaves: tables that are right and an index that lacks entries.
 """
@@ -35,7 +40,7 @@ from efs.eviction import Eviction
 from efs.extent import SLOT_BITS, SLOT_MASK, Geometry
 from efs.gc import ties_of
 from efs.index import Index, IndexDamaged, IndexEntry, IndexFull
-from efs.limits import DATA_SHARDS
+from efs.limits import DATA_SHARDS, STAMP_FLUSH_MS, STAMP_SECONDS
 from efs.metrics import CounterFile
 from efs.nodedir import (
     GENERATION_BITS,
@@ -113,7 +118,7 @@ def open_state(io: Io, path: str, config: NodeConfig, options: OpenOptions, coun
             _salvage(slab, tables, scan, boot)
             index = _mend(io, path, config, slab, index, tables, scan, counters)
             write_boot(io, path, boot)
-        return _assemble(io, path, config, boot, slab, index, tables, scan, counters)
+        return _assemble(io, path, config, boot, slab, index, tables, scan, counters, closed)
     except OSError as error:
         _close(slab, index)
         raise OpenFailed(error.filename or path, error) from error
@@ -317,13 +322,14 @@ def _free(slab: Slab, tables: Tables, scan: _Scan, locations: Sequence[int]) -> 
 
 
 def _assemble(io: Io, path: str, config: NodeConfig, boot: BootRecord, slab: Slab, index: Index, tables: Tables,
-              scan: _Scan, counters: CounterFile) -> NodeState:
+              scan: _Scan, counters: CounterFile, closed: bool) -> NodeState:
     plan = config.plan
     allocator = Allocator(plan.extent_bytes, plan.extents)
     stamps = Stamps(plan.extents, plan.stamp_bytes)
     eviction = Eviction(allocator, stamps)
     kept = load_stamps(io, stamps_path(path), scan.geometries, remove_others=True)
     unverified = 0
+    arrivals: list[tuple[NDArray[np.int64], NDArray[np.uint64]]] = []
     for extent, geometry in sorted(scan.geometries.items()):
         allocator.assign(extent, geometry.slot_class)
         stamps.attach(extent, geometry, kept.get(extent))
@@ -334,10 +340,22 @@ def _assemble(io: Io, path: str, config: NodeConfig, boot: BootRecord, slab: Sla
             allocator.mark_live(locations, np.array(rows["tenant_tag"]))
             eviction.note(locations, np.array(rows["depth"]), ties_of(rows["key"], rows["digest"]))
             unverified += int(np.count_nonzero(rows["boot_epoch"] < boot.unverified_below))
+            arrivals.append((locations, rows["arrival_ms"].astype(np.uint64)))
+    if not closed:
+        _stamp_arrivals(stamps, arrivals)
     state = NodeState(config, boot, slab, index, allocator, stamps, eviction, tables, counters, unverified)
     state.allocated.update(scan.geometries)
     state.next_generations(scan.salvaged)  # They are given out.
     return state
+
+
+def _stamp_arrivals(stamps: Stamps, arrivals: Sequence[tuple[NDArray[np.int64], NDArray[np.uint64]]]) -> None:
+    """See "lost stamps" in the module docstring."""
+    newest_ms = max((int(arrived.max()) for _, arrived in arrivals), default=0)
+    for locations, arrived in arrivals:
+        late = arrived >= max(0, newest_ms - int(STAMP_FLUSH_MS))
+        least = (arrived[late] // (1000 * STAMP_SECONDS)).astype(np.uint32)
+        stamps.set(locations[late], np.maximum(stamps.get(locations[late]), least))
 
 
 def mark_closed(io: Io, path: str, state: NodeState) -> None:

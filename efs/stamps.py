@@ -3,7 +3,7 @@ assigned extent.
 
 In memory the stamps are authoritative while a process owns the node; on disk they are best effort: one file for each
 extent, `stamps/` + the extent index as eight hex digits, rewritten in place some time after a change. Losing any of
-it makes records look older than they are and nothing else.
+it makes records look older than they are and nothing else, and not those that arrived last (`efs/recovery.py`).
 
 File, little-endian:
 

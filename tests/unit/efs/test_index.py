@@ -305,5 +305,23 @@ def test_a_killed_reader_does_not_hold_pages_for_ever(place: str) -> None:
     again.close()
 
 
+def test_a_reader_that_is_killed_beside_the_owner_does_not_fill_the_map(place: str, index: Index) -> None:
+    held = entries_of(2_000, 1)
+    put(index, held)
+    child = subprocess.Popen([sys.executable, "-c", READER, place, "hold"], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "2000\n"
+        child.send_signal(signal.SIGKILL)
+    assert str(child.pid) in index._env.readers()
+    for turn in range(2, 30):
+        assert index.delete(held) == len(held)
+        held = entries_of(2_000, turn)
+        put(index, held)
+    assert str(child.pid) not in index._env.readers()
+    assert index.entries == len(held)
+
+
 def test_index_keys_have_the_documented_length() -> None:
     assert INDEX_KEY_BYTES == 48

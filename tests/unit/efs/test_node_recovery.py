@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from efs.clock import stamp_of
 from efs.errors import EfsError, Locked, NodeUnavailable
 from efs.node import DirectoryNode
 from efs.nodedir import index_path, read_boot, write_boot
 from efs.osio import SystemIo
+from tests.support.clock import FakeClock
 from tests.support.faultio import FaultIo
 from tests.support.nodebox import NODE_INDEX, NodeBox, change, crash, flip, geometry_of, index_agrees
 from tests.support.records import LARGE, make_keys, make_records
@@ -59,6 +61,27 @@ async def test_a_died_process_loses_nothing_and_rebuilds_nothing(box: NodeBox) -
     assert index_agrees(node)
     new = await box.store(node, make_records(5, NODE_INDEX, seed=2))
     assert int(new.generation.min()) > int(before.generation.max())
+    await node.close()
+
+
+async def test_what_was_stored_last_is_not_taken_for_coldest_when_its_process_died(tmp_path: Path) -> None:
+    clock = FakeClock()
+    box = NodeBox(tmp_path, clock=clock)
+    old, stays, new = (make_records(60, NODE_INDEX, seed=seed) for seed in (1, 2, 3))
+    node = await box.open()
+    before = await box.store(node, old, stamp=stamp_of(clock.wall()))
+    await box.store(node, stays, stamp=stamp_of(clock.wall()))
+    await node.close()
+    node = await box.open()
+    clock.advance(500.0)
+    assert await node.drop(old.drop_items(before.generation), box.soon()) == 60
+    placed = await box.store(node, new, stamp=stamp_of(clock.wall()))
+    assert set(placed.location.tolist()) & set(before.location.tolist()), "no slot was used again"
+    await crash(node)
+    node = await box.open()
+    stamps = {record.key: record.stamp for record in (await node.list(None, 1000, box.soon())).records}
+    assert {stamps[key] for key in new.keys} == {stamp_of(clock.wall())}
+    assert {stamps[key] for key in stays.keys} == {stamp_of(clock.wall() - 500.0)}
     await node.close()
 
 

@@ -1,0 +1,57 @@
+"""Two minutes of chaos with a fixed seed, as a user would run them: every kind of damage, and nothing broken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.chaosrig.plan import EVERY_KIND_SECONDS, KINDS
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = 1
+PROCESS_SECONDS = 840
+"""The first deck is finished whatever time it takes; with a core for itself that is two minutes."""
+
+
+def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "tools/chaos.py", *arguments], cwd=ROOT, capture_output=True, text=True,
+                          timeout=PROCESS_SECONDS, check=False)
+
+
+def test_two_minutes_of_every_fault_at_once_break_nothing(tmp_path: Path) -> None:
+    done = chaos("--seed", str(SEED), "--seconds", str(EVERY_KIND_SECONDS), "--json", "--directory", str(tmp_path))
+    assert done.stdout, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    totals = document["totals"]
+    assert document["violations"] == []
+    assert done.returncode == 0, done.stderr
+    assert {kind: faults["struck"] > 0 and faults["episodes"] > 0 for kind, faults in document["faults"].items()} == \
+        dict.fromkeys(KINDS, True)
+    assert (totals["wrong_blocks"], totals["lost_blocks"], totals["leaked_bytes"], totals["late_bytes"]) == (0, 0, 0, 0)
+    assert totals["fsck_false_findings"] == 0
+    assert 0 < totals["highest_du_bytes"] <= totals["capacity_bytes"]
+    for name in ("hit_blocks", "guarded_hits", "claims_tested", "missed_blocks", "rebuilt_blocks", "owner_restarts",
+                 "puts_cut_by_a_kill", "evicted_records", "fsck_runs_in_quiet", "cancelled_reads"):
+        assert totals[name] > 0, name
+    assert list(tmp_path.iterdir()) == [], "a good run leaves nothing behind"
+
+
+def test_a_seed_prints_the_same_schedule_every_time() -> None:
+    first, second = (chaos("--seed", "5", "--seconds", "300", "--plan") for _ in range(2))
+    assert first.returncode == 0
+    assert first.stdout == second.stdout
+    assert len(first.stdout.splitlines()) > 20
+
+
+@pytest.mark.parametrize("arguments", [("--seconds", "0"), ("--seconds", "abc"), ("--seed", "x"), ("--what",)])
+def test_a_wrong_request_is_refused_without_a_traceback(arguments: tuple[str, ...]) -> None:
+    done = chaos(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
