@@ -25,6 +25,8 @@ from efs.osio import Io, SystemIo
 
 PAGE_ENTRIES: Final = 1024
 """Index entries of each node that a merge holds. More than the versions of one key, so every page crosses a key."""
+LOOKS_FOR_A_LOCK: Final = 8
+LOCKS_FILE: Final = "/proc/locks"
 
 
 class StoreView:
@@ -151,14 +153,30 @@ def _view(io: Io, path: str, place: NodePlace, node_id: str, unreadable: str | N
 
 def lock_holder(io: Io, directory: str) -> int | None:
     """Process id of whoever holds the lock of a directory, found without touching the lock: trying to take it, even
-    shared and for a moment, could refuse an owner that starts just then."""
+    shared and for a moment, could refuse an owner that starts just then.
+
+    The kernel shows its list of locks a page at a time, and while others come and go one may slip from a page that is
+    still to come to one that was read. So a lock that is not in the list is looked for again while the process that
+    wrote its id lives.
+    """
     try:
         found = os.stat(os.path.join(directory, LOCK_FILE))
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
     written = written_pid(io, directory)
+    for _ in range(LOOKS_FOR_A_LOCK):
+        holder = _listed_holder(found, written)
+        if holder is not None or written is None or not os.path.exists(f"/proc/{written}"):
+            return holder
+    return None
+
+
+def _listed_holder(lock: os.stat_result, written: int | None) -> int | None:
+    try:
+        lines = Path(LOCKS_FILE).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    device = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}"
     for line in lines:
         fields = line.split()
         # Some file systems show another device here than stat does; there the process id must be the written one.
@@ -166,9 +184,9 @@ def lock_holder(io: Io, directory: str) -> int | None:
             len(fields) >= 6
             and fields[1] == "FLOCK"
             and fields[3] == "WRITE"
-            and fields[5].endswith(f":{found.st_ino}")
+            and fields[5].endswith(f":{lock.st_ino}")
         ):
             pid = int(fields[4])
-            if fields[5] == f"{device}:{found.st_ino}" or pid == written:
+            if fields[5] == f"{device}:{lock.st_ino}" or pid == written:
                 return pid if pid > 0 else written
     return None

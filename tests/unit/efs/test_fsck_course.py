@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from efs.fsck import RECHECK_MS, RECHECK_PAUSE_MS, Options
 from efs.limits import MIB
 from efs.nodedir import OwnerLock
 from efs.osio import SystemIo
-from efs.storeview import StoreView
+from efs.storeview import LOCKS_FILE, StoreView
 from tests.support.clock import FakeClock
 from tests.support.fsckrun import check, of_block, record
 from tests.support.laidstore import LONG_AGO_MS, LaidStore, lay_store, make_blocks
@@ -50,6 +52,29 @@ def test_beside_an_owner_a_suspicion_that_goes_away_is_not_reported(owned: LaidS
     assert found == []
     assert sums.beside_owner
     assert pauses == [RECHECK_PAUSE_MS / 1000]
+
+
+def test_an_owner_whose_lock_slips_through_a_look_at_all_locks_is_still_an_owner(
+    owned: LaidStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's list is read in pages, and others that lock and unlock meanwhile move what is still to come."""
+    looks: list[str] = []
+    read_text = Path.read_text
+
+    def slipping(path: Path, *args: Any, **options: Any) -> str:
+        text = read_text(path, *args, **options)
+        if str(path) != LOCKS_FILE:
+            return text
+        looks.append(text)
+        return text if len(looks) % 3 == 0 else ""
+
+    monkeypatch.setattr(Path, "read_text", slipping)
+    with StoreView.open(owned.root) as view:
+        looks.clear()
+        assert view.owner() == os.getpid()
+        assert len(looks) == 3
+        monkeypatch.setattr("efs.storeview.LOCKS_FILE", "/nowhere")
+        assert view.owner() is None
 
 
 def test_beside_an_owner_damage_that_stays_is_reported_after_the_last_look(owned: LaidStore) -> None:
