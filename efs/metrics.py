@@ -6,9 +6,12 @@ no lock: a counter is one aligned word.
 
 A counter goes up only. One thread adds (the event loop's); any number of threads and processes read. A file that is
 shorter than this program's list is of an older program: its owner lengthens it, a reader takes what is missing for
-zero. What is beyond the list is of a newer program and left alone. Counters are best effort: power loss may set them
-back or empty them, so a file that is short or begins with zeros is one that was never finished, and starts at zero. Its
-blocks are allocated before it is mapped, because a store into a hole of a full disk ends the process.
+zero. What is beyond the list is of a newer program and left alone.
+
+Counters are best effort: power loss may set them back or empty them, and damage to them is not worth a node. So a file
+that does not begin like one of counters starts at zero; one that does, with another version behind it, is of another
+program and refused. Its blocks are allocated before it is mapped, because a store into a hole of a full disk ends the
+process.
 
 After `close` counting goes on in memory: a thread that was abandoned may still finish.
 """
@@ -27,7 +30,8 @@ from efs.osio import Io, SystemIo, read_exactly, write_fully
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-MAGIC: Final = b"EFSCNT01"
+FAMILY: Final = b"EFSCNT"
+MAGIC: Final = FAMILY + b"01"
 WORD_BYTES: Final = 8
 
 COUNTERS: tuple[str, ...] = (
@@ -138,7 +142,7 @@ def _map_counters(io: Io, fd: int, path: str, writable: bool) -> mmap.mmap | Non
     head = bytearray(min(size, len(MAGIC)))
     read_exactly(io, fd, memoryview(head), 0)
     finished = bytes(head) == MAGIC
-    if not finished and not MAGIC.startswith(bytes(head).rstrip(b"\0")):
+    if not finished and len(head) == len(MAGIC) and head.startswith(FAMILY) and head[len(FAMILY) :].isdigit():
         raise FormatUnsupported(path, bytes(head), MAGIC)
     if writable:
         if not finished:

@@ -152,6 +152,7 @@ def spoilt(content: bytes, source: random.Random) -> Iterator[bytes | None]:
     yield content[: len(content) // 2]
     yield bytes(len(content))
     yield content[:8] + source.randbytes(max(0, len(content) - 8))
+    yield source.randbytes(len(content))
 
 
 @in_every_mode
@@ -185,6 +186,6 @@ def test_counters_and_stamps_may_hold_anything(place: Path, durability: Durabili
                 await node.close()
                 assert (image / "node" / "counters").read_bytes()[: len(MAGIC)] == MAGIC
                 looked += 1
-        assert looked == 10
+        assert looked == 12
 
     asyncio.run(run())

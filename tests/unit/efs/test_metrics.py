@@ -140,11 +140,27 @@ def test_a_file_that_was_never_finished_starts_at_zero(path: str, content: bytes
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_a_file_that_is_something_else_is_refused_and_left_alone(path: str, writable: bool) -> None:
+def test_a_file_of_another_version_is_refused_and_left_alone(path: str, writable: bool) -> None:
     Path(path).write_bytes(b"EFSCNT02" + bytes(400))
     with pytest.raises(FormatUnsupported, match="counters: format version b'EFSCNT02'"):
         CounterFile.open(path, writable=writable)
     assert Path(path).read_bytes() == b"EFSCNT02" + bytes(400)
+
+
+@pytest.mark.parametrize("head", [b"EFSCNQ01", b"\xff" * 8, b"something else"])
+def test_a_damaged_file_starts_at_zero(path: str, head: bytes) -> None:
+    """Counters are not worth a node that does not open."""
+    Path(path).write_bytes(head + b"\xaa" * 100)
+    reader = CounterFile.open(path, writable=False)
+    assert sum(reader.snapshot().values()) == 0
+    reader.close()
+    owner = CounterFile.open(path, writable=True)
+    assert sum(owner.snapshot().values()) == 0
+    owner.add("get_calls", 3)
+    owner.close()
+    reader = CounterFile.open(path, writable=False)
+    assert reader.get("get_calls") == 3
+    reader.close()
 
 
 def test_errors_at_open_name_the_path(path: str, tmp_path: Path) -> None:
@@ -162,7 +178,7 @@ def test_no_descriptor_is_left_open(path: str) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    Path(path).write_bytes(b"something else")
+    Path(path).write_bytes(b"EFSCNT99")
     before = descriptors()
     for _ in range(3):
         with pytest.raises(FormatUnsupported):
