@@ -19,7 +19,7 @@ from efs.wire import Header, Kind, encode_frame
 from tests.support.records import make_keys
 from tests.support.servers import short_directory
 from tests.support.waiting import came_true
-from tests.support.wrongserver import Answer, WrongServer
+from tests.support.wrongserver import CLOSE, Answer, WrongServer
 
 NODE = 3
 CLOCK = SystemClock()
@@ -59,7 +59,7 @@ WRONG_READS: dict[str, Answer] = {
     "an answer given twice": lambda h, m: [end(h), end(h)],
     "a request": lambda h, m: [encode_frame(Kind.CANCEL, h.request_id)],
     "garbage": lambda h, m: [b"\0" * 100],
-    "a connection that ends in a piece": lambda h, m: [piece(h, 0, bytes(SLOT))[:200], b"\xff" * 48],
+    "a connection that ends in a piece": lambda h, m: [piece(h, 0, bytes(SLOT))[:200], CLOSE],
     "a refusal that is none": lambda h, m: [encode_frame(Kind.ERROR, h.request_id, b"\xc1")],
 }
 

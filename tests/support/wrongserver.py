@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from efs.endpoint import Endpoint
@@ -12,6 +13,8 @@ from efs.handshake import Challenge, Welcome, encode_message
 from efs.limits import NONCE_BYTES
 from efs.wire import FrameParser, Header, Kind, encode_frame
 
+CLOSE = b""
+"""In the place of a part of an answer: the connection ends here."""
 Answer = Callable[[Header, bytes], Sequence[bytes]]
 
 
@@ -40,11 +43,9 @@ class WrongServer:
     async def _serve(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         self._writers.append(target)
         parser = FrameParser(_Requests(self, target))
-        try:
+        with suppress(ConnectionError, asyncio.CancelledError):
             while data := await source.read(65_536):
                 parser.feed(data)
-        except ConnectionError:
-            pass
         self.lost += 1
         target.transport.abort()
 
@@ -80,4 +81,7 @@ class _Requests:
         else:
             self._server.asked.append(header.kind)
             for part in self._server.answer(header, metadata):
+                if part == CLOSE:
+                    self._target.close()
+                    return
                 self._target.write(part)
