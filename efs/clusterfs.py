@@ -8,6 +8,8 @@ embedded store may assume because it has one owner is kept here like this (docs/
   the lock of the directory of cluster.toml, on the machine that the file names as `upkeep_host`; everybody else leaves
   that alone. The one who has the lock connects as an operator, and notes its progress beside the file.
 - *Counters.* The file `counters` has one writer: the holder of that lock. Everybody else counts in memory.
+- *Purged tenants.* The tombstones are beside the file. The holder of the lock has every node bury them when it opens
+  the cluster; servers below the same root do so by themselves when they start (`efs/serving.py`).
 - *Nodes that were away* are not gated. What they hold is named by its digest and what they lack is missing, so no
   read mixes anything and no put counts what is not there.
 """
@@ -28,13 +30,15 @@ from efs.codec import Codec
 from efs.errors import EfsError, InvalidArgument, Locked, OpenFailed
 from efs.fs import FileSystem
 from efs.handshake import Role, Tokens, read_token
-from efs.limits import EXTENT_BYTES, WIRE_HANDSHAKE_MS
+from efs.limits import EXTENT_BYTES, STRIPE_SHARDS, WIRE_HANDSHAKE_MS
 from efs.link import RemotePlace
 from efs.metrics import CounterFile
 from efs.nodedir import COUNTERS_FILE, OwnerLock
 from efs.osio import Io, SystemIo
 from efs.progress import Progress, read_progress
+from efs.purge import buried
 from efs.remote import RemoteNode
+from efs.tombstones import Tombstones, read_tombstones, write_tombstones
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -69,11 +73,12 @@ async def open_cluster(path: str, *, io: Io | None = None, clock: Clock | None =
         counters = (CounterFile.open(os.path.join(root, COUNTERS_FILE), writable=True, io=io) if lock is not None
                     else CounterFile.in_memory())
         await _connect(config, role, tokens, clock, counters, nodes)
+        tombstones = await _bury(io, root, nodes, clock) if lock is not None else {}
         counters.add("nodes_degraded", sum(node.suspect for node in nodes))
         return FileSystem(nodes, codec=Codec(), counters=counters, clock=clock, config=_store_config(config), lock=lock,
-                          progress=read_progress(io, root) if lock is not None else Progress(),
-                          io=io if lock is not None else None, maintain=lock is not None and care == "background",
-                          scrub=scrub)
+                          progress=read_progress(io, root) if lock is not None else Progress(), tombstones=tombstones,
+                          io=io if lock is not None else None, scrub=scrub,
+                          maintain=lock is not None and care == "background")
     except BaseException:
         await asyncio.gather(*(node.close() for node in nodes))
         if counters is not None:
@@ -134,6 +139,21 @@ async def _connect(config: ClusterConfig, role: Role, tokens: Tokens, clock: Clo
         if node.suspect:
             _LOG.warning("the cluster is opened without node %d: %s does not answer", node.node_index,
                          node.place.endpoint)
+
+
+async def _bury(io: Io, root: str, nodes: Sequence[RemoteNode], clock: Clock) -> Tombstones:
+    """Have every node that is there refuse and drop what was purged: a server forgets that when it ends. Where that
+    could not be done it is noted as pending, and done before the next sweep."""
+    tombstones = read_tombstones(io, root)
+    if not tombstones:
+        return tombstones
+    reached = [None if node.suspect else node for node in nodes]
+    results = await buried(reached, dict.fromkeys(range(STRIPE_SHARDS), tuple(tombstones)), clock)
+    pending = frozenset(range(STRIPE_SHARDS)) - {index for index, (_, complete) in results.items() if complete}
+    left = dict.fromkeys(tombstones, pending)
+    if left != tombstones:
+        write_tombstones(io, root, left)
+    return left
 
 
 def _store_config(config: ClusterConfig) -> StoreConfig:

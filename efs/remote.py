@@ -5,7 +5,7 @@ the payload of a put. The node is *suspect* while either of them is missing or o
 `efs.health` then leaves it alone.
 
 Nothing is answered from memory: `look_up_now`, `headers_now` and `views_now` say None, `read_now` says False. A fetch
-takes two round trips (docs/decisions/0009). Calls that are larger than a frame are sent in parts.
+takes three round trips (docs/decisions/0009). Calls that are larger than a frame are sent in parts.
 
 *Reads.* The slots of all spans come as one sequence of bytes in the order of the spans, cut into pieces. Each byte goes
 from the socket to where the landing's strides say, or to memory that nobody reads: padding, gaps between strides, what

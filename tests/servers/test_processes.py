@@ -328,6 +328,12 @@ def test_commands_put_and_get_through_a_cluster_and_its_directory_is_a_store(fre
         assert got.code == 0, got.err
         assert out.read_bytes() == data
         assert run("fsck", store=made).code == 0
+        assert run("tenant", "add", "acme", store=made).code == 0
+        theirs = [*address, "--tenant", "acme"]
+        assert run("put", *theirs, "--blocks", str(blocks), store=whole).code == 0
+        purged = run("--json", "tenant", "purge", "acme", "--yes", store=whole)
+        assert (purged.code, purged.document()["dropped"]) == (0, 5 * 12)
+        assert run("get", *theirs, "--output", str(out), store=whole).code == 1
         for words in (["sweep"], ["repair"], ["scrub"], ["gc"]):
             done = run(*words, store=whole)
             assert done.code == 0, done.err
