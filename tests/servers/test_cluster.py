@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -218,6 +219,10 @@ async def test_a_network_that_takes_everything_and_gives_nothing_back_costs_no_h
             await through.close()
 
 
+def lost_more_than(client: FileSystem, connections: int) -> bool:
+    return client.counters.get("remote_lost") > connections
+
+
 async def test_connections_cut_again_and_again_cost_hits_at_most(
     cluster: ServedCluster, filesystem: FileSystem
 ) -> None:
@@ -230,14 +235,15 @@ async def test_connections_cut_again_and_again_cost_hits_at_most(
             cuts = 0
             for pause in range(12):
                 await back_to_health(through)
+                lost = through.counters.get("remote_lost")
                 fetching = asyncio.create_task(fetch(through, blocks, 5_000))
                 for _ in range(pause * 4):
                     await asyncio.sleep(0)
                 proxy.cut()
                 cuts += not fetching.done()
                 await fetching
+                assert await came_true(partial(lost_more_than, through, lost + 17))
             assert cuts > 6
-            assert through.counters.get("remote_lost") > 9
             await back_to_health(through)
             await all_hit(through, blocks)
             await through.close()
