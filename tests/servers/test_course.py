@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -40,16 +41,25 @@ class Course:
         self.away: dict[int, str] = {}
         self.faults = self.hits = self.misses = 0
 
-    def disturb(self) -> None:
+    def sees(self, node: int) -> bool:
+        """Whether every client uses a node."""
+        return all(node in client.health.readable() for client in self.clients)
+
+    async def bring_back(self, node: int) -> None:
+        process = self.cluster.of(node)
+        if self.away.pop(node) == "stopped":
+            process.signal(signal.SIGCONT)
+        else:
+            process.start()
+        assert await came_true(partial(self.sees, node), 40)
+
+    async def disturb(self) -> None:
         """Bring one server away, or, more often, one that is away back."""
         back = self.away and self.source.random() < 0.7
         node = self.source.choice(sorted(self.away) if back else LOOSE)
         process = self.cluster.of(node)
-        how = self.away.pop(node, None)
-        if how == "stopped":
-            process.signal(signal.SIGCONT)
-        elif how == "killed":
-            process.start()
+        if node in self.away:
+            await self.bring_back(node)
         elif self.source.random() < 0.5:
             process.signal(signal.SIGSTOP)
             self.away[node] = "stopped"
@@ -86,7 +96,7 @@ class Course:
     async def step(self) -> None:
         what = self.source.random()
         if what < 0.25:
-            self.disturb()
+            await self.disturb()
         elif what < 0.55 and len(self.batches) < MOST_BATCHES:
             await self.put()
         elif self.batches:
@@ -97,20 +107,13 @@ class Course:
 async def test_a_course_of_servers_that_come_and_go_never_gives_a_wrong_byte(cluster: ServedCluster) -> None:
     print(f"seed {SEED}, {STEPS} steps")
     clients = [await open_cluster(cluster.file) for _ in range(2)]
-    for client in clients:
-        assert await came_true(lambda client=client: len(client.health.readable()) == 12)  # type: ignore[misc]
     course = Course(cluster, clients, random.Random(SEED))
+    assert await came_true(lambda: all(course.sees(node) for node in range(12)))
     await course.put()
     for _ in range(STEPS):
         await course.step()
     for node in list(course.away):
-        process = cluster.of(node)
-        if course.away.pop(node) == "stopped":
-            process.signal(signal.SIGCONT)
-        else:
-            process.start()
-    for client in clients:
-        assert await came_true(lambda client=client: len(client.health.readable()) == 12, 40)  # type: ignore[misc]
+        await course.bring_back(node)
     for blocks, whole in course.batches:
         await course.fetch(blocks, whole)
     print(f"{course.faults} faults, {course.hits} hits, {course.misses} misses")
