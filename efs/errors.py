@@ -106,3 +106,11 @@ class OpenFailed(EfsError):
 
     def __init__(self, path: object, error: OSError) -> None:
         super().__init__(f"{path}: {error.strerror or error}")
+
+
+class WireError(EfsError):
+    """The other side of a connection does not keep to the protocol. The connection is closed."""
+
+
+class HandshakeFailed(EfsError):
+    """A server and its client do not accept each other: wrong token, or a role that was not given."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from efs.contract import ABSENT, Node, NodeTable
 from efs.errors import EfsError
 from efs.examine import examine
 from efs.hedge import Shard, Unit
-from efs.limits import FANOUT, STRIPE_SHARDS, UNIT_BLOCKS
+from efs.limits import FANOUT, INITIAL_LAG_GRACE_MS, STRIPE_SHARDS, UNIT_BLOCKS
 from efs.pinning import Pins
 from efs.placement import placement_group, rotation_of, runs, spare_shard_of
 from efs.shape import BlockShape
@@ -147,25 +148,51 @@ class Fetch:
             self._pins.add(node_index, table)
 
     async def _fetch_headers(self, expected: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Fill the segment hashes of each pinned block; returns (n,) bool, blocks whose header was found."""
+        """Fill the segment hashes of each pinned block; returns (n,) bool, blocks whose header was found.
+
+        One node after the other is asked for what is missing, the first one by the first run's placement; who keeps the
+        call waiting for INITIAL_LAG_GRACE_MS is asked no less, but the next one too."""
         headed = np.zeros(len(self._keys), np.bool_)
-        for node_index, node in enumerate(self._context.nodes):
-            columns = np.flatnonzero(self._pins.pinned & ~headed & (self._pins.location[node_index] != ABSENT))
-            if node is None or not len(columns):
-                continue
-            location = self._pins.location[node_index, columns]
-            generation = self._pins.generation[node_index, columns]
-            segments = expected.shape[1]
-            try:
-                rows = node.headers_now(location, generation, segments)
-                if rows is None:
-                    rows = await node.headers(location, generation, segments, self._deadline)
-            except EfsError:
-                continue
-            self._take_headers(rows, columns, expected, headed)
-            if headed.all():
-                break
+        asked: dict[asyncio.Task[NDArray[np.uint8]], NDArray[np.intp]] = {}
+        first = self._runs[0][2] if self._runs else 0
+        try:
+            for node_index in ((first + turn) % STRIPE_SHARDS for turn in range(STRIPE_SHARDS)):
+                node = self._context.nodes[node_index]
+                columns = np.flatnonzero(self._pins.pinned & ~headed & (self._pins.location[node_index] != ABSENT))
+                if node is None or not len(columns):
+                    continue
+                location = self._pins.location[node_index, columns]
+                generation = self._pins.generation[node_index, columns]
+                try:
+                    rows = node.headers_now(location, generation, expected.shape[1])
+                except EfsError:
+                    continue
+                if rows is not None:
+                    self._take_headers(rows, columns, expected, headed)
+                else:
+                    call = node.headers(location, generation, expected.shape[1], self._deadline)
+                    asked[asyncio.ensure_future(call)] = columns
+                    await self._await_headers(asked, expected, headed, INITIAL_LAG_GRACE_MS / 1000)
+            await self._await_headers(asked, expected, headed, self._deadline.left())
+        finally:
+            for task in asked:
+                if not task.cancel() and not task.cancelled():
+                    task.exception()  # Nobody else looks at it.
         return headed
+
+    async def _await_headers(self, asked: dict[asyncio.Task[NDArray[np.uint8]], NDArray[np.intp]],
+                             expected: NDArray[np.uint64], headed: NDArray[np.bool_], seconds: float) -> None:
+        """Take the answers that come within so many seconds, until nothing is missing or nobody is left."""
+        until = self._context.clock.monotonic() + min(seconds, self._deadline.left())
+        while asked and (self._pins.pinned & ~headed).any():
+            left = until - self._context.clock.monotonic()
+            done, _ = await asyncio.wait(asked, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                columns = asked.pop(task)
+                with suppress(EfsError):
+                    self._take_headers(task.result(), columns, expected, headed)
+            if left <= 0:
+                return
 
     def _take_headers(self, rows: NDArray[np.uint8], columns: NDArray[np.intp], expected: NDArray[np.uint64],
                       headed: NDArray[np.bool_]) -> None:

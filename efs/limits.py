@@ -198,6 +198,51 @@ MAX_TOMBSTONES: Final = 65_536
 DELETE_BATCH: Final = 512
 """Index entries deleted in one transaction: copy-on-write needs free pages for each page touched."""
 
+# -- Wire -----------------------------------------------------------------------------------------------------------
+
+WIRE_METADATA_BYTES: Final = 8 * MIB
+"""Metadata of one frame: the table of WIRE_KEYS keys with four versions each takes 5 MiB."""
+WIRE_BODY_BYTES: Final = 8 * MIB
+"""Payload in one frame: a shard of the largest block, and more than one node's part of a piece of a put."""
+WIRE_HANDSHAKE_BYTES: Final = 4 * KIB
+"""Metadata of a frame of somebody who has not shown yet who it is."""
+WIRE_KEYS: Final = 32_768
+"""Keys of one look-up on the wire; larger ones are sent in parts."""
+WIRE_LISTED: Final = 16_384
+"""Records of one page of a listing on the wire."""
+WIRE_PIECE_BYTES: Final = 1 * MIB
+"""Slots that a server sends in one frame: what a cancelled read still sends at most, 0.1 ms of loopback."""
+WIRE_AHEAD_BYTES: Final = 64 * KIB
+"""Bytes that are received behind the end of what is expected, and copied: a frame then costs one call, not three."""
+WIRE_BURST_BYTES: Final = 2 * MIB
+"""Bytes received from one connection before the loop serves others."""
+WIRE_SEND_QUEUE_BYTES: Final = 2 * MIB
+"""Unsent bytes of a connection beyond which a server reads no more slots for it."""
+WIRE_UNSENT_BYTES: Final = 64 * MIB
+"""Unsent bytes beyond which a client asks a node for nothing more: several pieces of puts."""
+WIRE_RECEIVE_BYTES: Final = 128 * MIB
+"""Requests that a server holds in memory, all connections together; one that does not fit is refused."""
+WIRE_IN_FLIGHT: Final = 256
+"""Requests of one connection that are not answered yet: what the queue of a node's thread takes."""
+WIRE_CONNECTIONS: Final = 1_024
+"""Connections of a server; each client has two to every node."""
+WIRE_CONNECTIONS_PER_PEER: Final = 512
+"""Connections from one address (TCP) or user (Unix sockets): nobody alone keeps everybody else out."""
+WIRE_BACKLOG: Final = 128
+WIRE_KEEPALIVE_SECONDS: Final = 60
+"""Silence of a TCP connection after which the system asks whether the other machine is still there."""
+WIRE_HANDSHAKE_MS: Final = 2_000.0
+"""A connection whose handshake takes longer is closed."""
+WIRE_FRAME_MS: Final = 10_000.0
+"""A connection in which one frame takes longer to arrive is closed."""
+WIRE_LOST_MS: Final = 10_000.0
+"""A connection that owes an answer for so long is given up by the client and made anew."""
+WIRE_WATCH_MS: Final = 500.0
+"""How often connections are looked at for what takes too long."""
+TOKEN_MIN_BYTES: Final = 16
+TOKEN_MAX_BYTES: Final = 4 * KIB
+NONCE_BYTES: Final = 32
+
 assert DATA_SHARDS < FANOUT < STRIPE_SHARDS
 assert DATA_SHARDS < ACK_SHARDS < STRIPE_SHARDS
 assert MAX_BLOCK_BYTES // DATA_SHARDS * 2 < EXTENT_BYTES
@@ -209,3 +254,6 @@ assert max(GET_DEADLINE_MS, MATCH_DEADLINE_MS, PUT_DEADLINE_MS) <= MAX_DEADLINE_
 assert PUT_PIECE_BYTES * STRIPE_SHARDS // DATA_SHARDS <= STAGING_PIECE_BYTES <= PUT_BUDGET_BYTES
 assert MAX_BLOCK_BYTES * STRIPE_SHARDS // DATA_SHARDS <= WRITE_STAGING_BYTES
 assert PAGE_BYTES % SLOT_ALIGN_BYTES == 0
+assert MAX_BLOCK_BYTES // DATA_SHARDS + SLOT_ALIGN_BYTES <= WIRE_BODY_BYTES
+assert WIRE_KEYS * (34 + 38 * (MAX_VERSIONS_PER_KEY - 1)) + PAGE_BYTES <= WIRE_METADATA_BYTES
+assert 2 * (WIRE_METADATA_BYTES + WIRE_BODY_BYTES) <= WIRE_RECEIVE_BYTES

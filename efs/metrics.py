@@ -57,6 +57,10 @@ COUNTERS: tuple[str, ...] = (
     "nodes_synced",
     # tenants: records that a node refused as purged; purges, records that they dropped; blocks that a quota refused
     "node_put_purged", "purge_runs", "purge_dropped", "put_over_quota",
+    # a node's server: clients let in, connections lost or closed for what came over them
+    "wire_sessions", "wire_lost",
+    # nodes at servers, as a client sees them: connections made, connections lost, answers that nobody waited for
+    "remote_connected", "remote_lost", "remote_late",
 )
 
 

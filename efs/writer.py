@@ -9,9 +9,10 @@ A put goes through these steps; the first two can end it before a byte is hashed
 3. *Pieces* (`efs.pieces`). While the nodes' threads write one piece, the next one is hashed and encoded on the loop,
    in slices. Every block is hashed and encoded once, whatever the nodes do.
 4. *Versions.* A block whose own digest is on exactly ten trusted nodes only gets its missing shards, and is `already`
-   when one of them is stored. A fifth version displaces the weakest one (fewer than ten shards, and not being written
-   by this process: dropping from under a running put would take shards that it has counted); where there is none, the
-   block fails.
+   when one of them is stored. A fifth version displaces the weakest one, of fewer than ten shards, but not one that is
+   being written: dropping from under a running put would take shards that it has counted. What this process writes it
+   knows; for what others write, each node keeps records that are younger than the hollow grace (`DropItem`). Where none
+   can be displaced everywhere the block fails.
 5. *Writing.* One batch per node and piece, from private staging (`efs.staging`). A node has at most PUT_LANE_PIECES
    pieces of a put under way. A single node that keeps the others waiting for the lag grace (as long again as the put
    has taken, PUT_LAG_GRACE_MS at least) is left out of the rest of the put; its blocks are at risk. A node that fails
@@ -53,6 +54,7 @@ from efs.limits import (
     ABANDONED_BYTES_PER_NODE,
     ACK_SHARDS,
     DATA_SHARDS,
+    HOLLOW_GRACE_MS,
     KEY_BYTES,
     MAX_DEADLINE_MS,
     MAX_KEYS_PER_CALL,
@@ -380,17 +382,17 @@ class _Put:
                     continue
                 displacing.append(row)
                 for index, generation in versions[victim].generations.items():
-                    drops.setdefault(index, []).append(DropItem(key, victim, generation))
+                    drops.setdefault(index, []).append(DropItem(key, victim, generation, int(HOLLOW_GRACE_MS)))
         if drops and not await self._drop(drops):
             wanted[displacing] = False
         return wanted
 
     async def _drop(self, drops: dict[int, list[DropItem]]) -> bool:
-        """Whether every node has removed its records."""
+        """Whether every node has removed all of its records."""
         nodes = {index: node for index in drops if (node := self._writer.nodes[index]) is not None}
         calls = {index: node.drop(drops[index], self._deadline) for index, node in nodes.items()}
         answers, _ = await all_of(calls, self._deadline, len(calls))
-        return len(answers) == len(drops)
+        return all(answers.get(index) == len(items) for index, items in drops.items())
 
     def _send(self, index: int, lane: _Lane, filling: Filling, wanted: Flags, buffer: Bytes) -> bool:
         """Start one node's write of a piece; False when it has nothing to write. `wanted` is by row of the piece."""

@@ -5,8 +5,9 @@ loop thread of its own. Both check a call before anything is read or written: th
 exactly, contiguous, host memory, writable for get_into), the deadline, and that the store is open and in the process
 that opened it. Every refusal is one line. A block that is not there is never an error: reports count it.
 
-URLs: a path, or file:///absolute/path. A path that ends in .toml and etcd:// name clusters, which this version does
-not have.
+URLs: a path, or file:///absolute/path: of a store's directory, which this process then owns, or of a cluster.toml (any
+path that ends in .toml), whose nodes are at servers and which any number of processes may have open. etcd:// names
+clusters of a kind that this version does not have.
 
 A store must not be carried across a fork: the child has neither its threads nor its locks, and every call there is
 refused. At interpreter exit a blocking store that is still open is closed, with a bounded wait.
@@ -21,6 +22,7 @@ from types import TracebackType
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+from efs.clusterfs import open_cluster
 from efs.errors import InvalidArgument, StoreClosed
 from efs.fs import FileSystem, OnSegment
 from efs.limits import MAX_DEADLINE_MS
@@ -52,7 +54,20 @@ class ForkedStore(StoreClosed):
 
 
 def store_root(url: str | os.PathLike[str]) -> str:
-    """The directory that a store URL names. UnsupportedUrl, or InvalidArgument for an empty or malformed one."""
+    """The directory that a store URL names. UnsupportedUrl, also for the URL of a cluster; InvalidArgument for an empty
+    or malformed one."""
+    if cluster_file(url) is not None:
+        raise UnsupportedUrl(f"{os.fspath(url)}: this works on a store's own directory, not through a cluster file")
+    return _path_of(url)
+
+
+def cluster_file(url: str | os.PathLike[str]) -> str | None:
+    """The cluster.toml that a store URL names; None when it names a directory. Errors as `store_root`."""
+    path = _path_of(url)
+    return path if path.endswith(".toml") and not os.path.isdir(path) else None
+
+
+def _path_of(url: str | os.PathLike[str]) -> str:
     text = os.fspath(url)
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidArgument(f"the store URL is {text!r}, must be a path or file:// URL")
@@ -68,8 +83,6 @@ def store_root(url: str | os.PathLike[str]) -> str:
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
             raise InvalidArgument(f"{text}: a file URL must be file:// and an absolute path, such as file:///var/lib/kvstore")
         root = unquote(parts.path)
-    if root.endswith(".toml") and not os.path.isdir(root):
-        raise UnsupportedUrl(f"{text}: cluster files are not available in this version; give the path of a store")
     return root
 
 
@@ -87,11 +100,13 @@ class KVStore:
 
     @classmethod
     async def open(cls, url: str | os.PathLike[str], *, config: Config | None = None) -> KVStore:
-        """Open and own a store. config: defaults when None. UnsupportedUrl, StoreNotFound, Locked, IdentityMismatch,
-        …"""
-        root = store_root(url)
+        """Open a store: own its directory, or connect to a cluster. config: defaults when None. UnsupportedUrl,
+        StoreNotFound, Locked, IdentityMismatch, …"""
         config = config or Config()
-        filesystem = await FileSystem.open(root, mapped=config.mapped, scrub=config.scrub)
+        cluster = cluster_file(url)
+        root = os.path.dirname(os.path.abspath(cluster)) if cluster is not None else store_root(url)
+        filesystem = (await open_cluster(cluster, scrub=config.scrub) if cluster is not None
+                      else await FileSystem.open(root, mapped=config.mapped, scrub=config.scrub))
         try:
             apply_quotas(filesystem, root)
         except BaseException:
@@ -106,7 +121,7 @@ class KVStore:
 
     @property
     def root(self) -> str:
-        """The store's directory."""
+        """The store's directory, or that of its cluster.toml."""
         return self._root
 
     @property
@@ -201,7 +216,7 @@ class BlockingKVStore:
     """A KVStore behind plain calls, safe to use from several threads; made by `KVStore.blocking`."""
 
     def __init__(self, url: str | os.PathLike[str], *, config: Config | None = None) -> None:
-        store_root(url)
+        cluster_file(url)
         self._thread = LoopThread("kvstore")
         try:
             self._store = self._thread.call(KVStore.open(url, config=config))

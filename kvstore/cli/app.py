@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from kvstore.cli import (
     bench_cmd,
+    cluster_cmd,
     config_cmd,
     demo_cmd,
     doctor_cmd,
@@ -56,6 +57,7 @@ REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
     gc_cmd.register,
     sweep_cmd.register,
     node_cmd.register,
+    cluster_cmd.register,
     tenant_cmd.register,
     config_cmd.register,
     doctor_cmd.register,

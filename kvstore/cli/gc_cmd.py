@@ -11,7 +11,6 @@ from kvstore.cli.failures import NOT_ALL
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
 from kvstore.cli.session import with_filesystem
 from kvstore.cli.terminal import Json, human_bytes, table
-from kvstore.store import store_root
 
 _HELP = """Free space now: every node evicts its least recently used blocks down to the low watermark.
 
@@ -33,12 +32,12 @@ def register(app: typer.Typer) -> None:
 
 def gc(context: typer.Context, store: StoreOption = None, as_json: JsonOption = False) -> int:
     terminal = terminal_of(context, as_json)
-    root = store_root(url_of(config_of(context, store)))
+    url = url_of(config_of(context, store))
 
     async def work(filesystem: FileSystem) -> tuple[dict[int, int], list[NodeInfo]]:
         return await filesystem.collect(deadline_ms=MAX_DEADLINE_MS), await filesystem.nodes()
 
-    evicted, nodes = with_filesystem(root, work)
+    evicted, nodes = with_filesystem(url, work)
     left = [index for index in range(STRIPE_SHARDS) if index not in evicted]
     shown = table("node", "evicted", "records", "live", right=("node", "evicted", "records", "live"))
     for info in nodes:

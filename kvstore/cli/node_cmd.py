@@ -10,6 +10,7 @@ from efs.fs import FileSystem
 from efs.osio import SystemIo
 from efs.repair import RepairReport
 from efs.replace import prepare_node
+from kvstore.cli import serve_cmd
 from kvstore.cli.failures import NOT_ALL, UsageMistake
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
 from kvstore.cli.repair_cmd import document_of, summary
@@ -36,15 +37,11 @@ Examples:
 
 def register(app: typer.Typer) -> None:
     node = typer.Typer(
-        name="node", help=_HELP, short_help="Replace a node.", rich_markup_mode=None, add_completion=False
+        name="node", help=_HELP, short_help="Replace or serve nodes.", rich_markup_mode=None, add_completion=False
     )
-    node.callback()(_group)
     node.command("replace", help=_REPLACE, short_help="Replace a node by an empty directory.")(replace)
+    node.command("serve", help=serve_cmd.HELP, short_help=serve_cmd.SHORT_HELP)(serve_cmd.serve)
     app.add_typer(node)
-
-
-def _group() -> None:
-    """Keeps `replace` a subcommand while it is the only one."""
 
 
 def replace(

@@ -15,7 +15,6 @@ from kvstore.cli.failures import DAMAGE, NOT_ALL
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
 from kvstore.cli.session import watched, with_filesystem
 from kvstore.cli.terminal import Json
-from kvstore.store import store_root
 
 _HELP = """Rebuild missing shards of blocks that can still be read, from ten sound shards of the same version.
 
@@ -51,7 +50,7 @@ def repair(
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)
-    root = store_root(url_of(config_of(context, store)))
+    url = url_of(config_of(context, store))
     after = resume_key(resume)
     if max_duration is not None and not max_duration > 0:
         raise InvalidArgument(f"max duration is {max_duration} s, must be above 0")
@@ -64,7 +63,7 @@ def repair(
             run = upkeep.repair(after=after, max_seconds=max_duration)
             return await watched(run, lambda: upkeep.share_done, advance), list(upkeep.syncing)
 
-        report, syncing = with_filesystem(root, work)
+        report, syncing = with_filesystem(url, work)
     terminal.result(document_of(report, syncing), lambda console: console.print(summary(report, syncing)))
     if report.hopeless or report.inconsistent:
         return DAMAGE

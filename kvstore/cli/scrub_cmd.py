@@ -16,7 +16,6 @@ from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of,
 from kvstore.cli.session import watched, with_filesystem
 from kvstore.cli.terminal import human_bytes
 from kvstore.config import parse_size
-from kvstore.store import store_root
 
 _HELP = """Read and check every shard of every node; those that are not sound are dropped and rebuilt.
 
@@ -49,7 +48,7 @@ def scrub(
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)
-    root = store_root(url_of(config_of(context, store)))
+    url = url_of(config_of(context, store))
     if max_duration is not None and not max_duration > 0:
         raise InvalidArgument(f"max duration is {max_duration} s, must be above 0")
     per_second = None
@@ -64,7 +63,7 @@ def scrub(
             run = upkeep.scrub(max_seconds=max_duration, per_second=per_second, from_start=from_start)
             return await watched(run, lambda: upkeep.share_done, advance)
 
-        report = with_filesystem(root, work)
+        report = with_filesystem(url, work)
     document = asdict(report)
     document["missing"] = list(report.missing)
     after = report.cursor.after

@@ -10,12 +10,13 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
+from efs.clusterfs import open_cluster
 from efs.fs import FileSystem
 from kvstore.cli.failures import UsageMistake
 from kvstore.cli.tokens import Addressing
 from kvstore.config import Config
 from kvstore.keys import Chain
-from kvstore.store import KVStore
+from kvstore.store import KVStore, cluster_file, store_root
 
 Result = TypeVar("Result")
 
@@ -31,11 +32,14 @@ def with_store(url: str, config: Config, work: Callable[[KVStore], Awaitable[Res
         return runner.run(run())
 
 
-def with_filesystem(root: str, work: Callable[[FileSystem], Awaitable[Result]]) -> Result:
-    """`with_store` for maintenance: the filesystem alone, which does nothing in the background."""
+def with_filesystem(url: str, work: Callable[[FileSystem], Awaitable[Result]]) -> Result:
+    """`with_store` for maintenance: the filesystem alone, which does nothing in the background. Of a cluster this is
+    the process that looks after it; Locked names another one."""
 
     async def run() -> Result:
-        filesystem = await FileSystem.open(root, maintain=False)
+        cluster = cluster_file(url)
+        filesystem = (await FileSystem.open(store_root(url), maintain=False) if cluster is None
+                      else await open_cluster(cluster, care="by hand"))
         try:
             return await work(filesystem)
         finally:

@@ -14,7 +14,6 @@ from efs.sweep import SweepReport
 from kvstore.cli.failures import NOT_ALL
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
 from kvstore.cli.session import with_filesystem
-from kvstore.store import store_root
 
 _HELP = """Remove what can never be read: versions on fewer than ten nodes, and versions that lost to a complete one.
 
@@ -49,7 +48,7 @@ def sweep(
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)
-    root = store_root(url_of(config_of(context, store)))
+    url = url_of(config_of(context, store))
     after = resume_key(resume)
     if max_duration is not None and not max_duration > 0:
         raise InvalidArgument(f"max duration is {max_duration} s, must be above 0")
@@ -57,7 +56,7 @@ def sweep(
     async def work(filesystem: FileSystem) -> SweepReport:
         return await filesystem.sweep(after=after, max_seconds=max_duration)
 
-    report = with_filesystem(root, work)
+    report = with_filesystem(url, work)
     document = asdict(report) | {"missing": list(report.missing)}
     terminal.result(document, lambda console: console.print(summary(report)))
     return NOT_ALL if report.missing or report.resume is not None else 0

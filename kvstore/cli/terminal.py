@@ -37,6 +37,11 @@ class Terminal:
         else:
             show(self._out)
 
+    def announce(self, document: Json, text: str) -> None:
+        """One line at once, for whoever waits for it: the text, or the JSON document of a line each."""
+        sys.stdout.write((json.dumps(document, ensure_ascii=False) if self.as_json else text) + "\n")
+        sys.stdout.flush()
+
     def write(self, text: str) -> None:
         """Raw text to standard output, for documents that are written piece by piece."""
         sys.stdout.write(text)

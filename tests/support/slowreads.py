@@ -25,9 +25,23 @@ class SlowReadNode(MemoryNode):
         self.gate = asyncio.Event()
         self.gate.set()
         self.failing = False
+        self.header_gate = asyncio.Event()
+        self.header_gate.set()
+        self.headers_asked = 0
         self.reads = 0
         self.revoked = 0
         self._stuck: set[asyncio.Task[None]] = set()
+
+    def headers_now(self, locations: NDArray[np.int64], generations: NDArray[np.uint64],
+                    segments: int) -> NDArray[np.uint8] | None:
+        self._serve()
+        return None
+
+    async def headers(self, locations: NDArray[np.int64], generations: NDArray[np.uint64], segments: int,
+                      deadline: Deadline) -> NDArray[np.uint8]:
+        self.headers_asked += 1
+        await self.header_gate.wait()
+        return await super().headers(locations, generations, segments, deadline)
 
     def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
         self._serve()

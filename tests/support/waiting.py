@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -15,4 +16,14 @@ def eventually(holds: Callable[[], bool], deadline_s: float = DEADLINE_S) -> boo
         if time.monotonic() > until:
             return False
         time.sleep(0.0005)
+    return True
+
+
+async def came_true(holds: Callable[[], bool], deadline_s: float = DEADLINE_S) -> bool:
+    """The same on an event loop, which goes on meanwhile."""
+    until = time.monotonic() + deadline_s
+    while not holds():
+        if time.monotonic() > until:
+            return False
+        await asyncio.sleep(0.001)
     return True

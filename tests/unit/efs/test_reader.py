@@ -296,6 +296,23 @@ async def test_fetch_completes_when_nodes_hang(hung: tuple[int, ...]) -> None:
     assert bytes(out) == before
 
 
+async def test_nodes_that_hang_when_they_are_asked_for_headers_cost_no_hit() -> None:
+    nodes = [SlowReadNode(index, CLOCK) for index in range(12)]
+    group = Group(nodes)
+    blocks = make_blocks(100, run=64)
+    await group.store(blocks)
+    first = placement_group(blocks.keys[0])
+    hung = [nodes[(first + turn) % 12] for turn in range(2)]
+    for node in hung:
+        node.header_gate.clear()
+    report, out = await group.fetch(blocks)
+    check(blocks, report, out)
+    assert report.blocks == 100
+    assert report.seconds < 4
+    assert [node.headers_asked for node in hung] == [1, 1]
+    assert sum(node.headers_asked for node in nodes) == 3
+
+
 async def test_three_hung_nodes_return_by_the_deadline_with_a_miss_and_land_nothing_later() -> None:
     group, nodes = slow_group()
     blocks = make_blocks(10)

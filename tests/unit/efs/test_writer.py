@@ -14,13 +14,14 @@ from efs import pieces
 from efs.clock import Deadline
 from efs.contract import PutBatch
 from efs.errors import InvalidArgument, NodeFull
-from efs.limits import MAX_KEYS_PER_CALL, PUT_PIECE_BYTES, STRIPE_SHARDS
+from efs.limits import HOLLOW_GRACE_MS, MAX_KEYS_PER_CALL, PUT_PIECE_BYTES, STRIPE_SHARDS
 from efs.shape import BlockShape
 from efs.shard import parse_header
 from efs.types import PutItem, PutReport
 from efs.writer import check_items
 from tests.support.bench import Bench, SpyCodec, assert_readable, make_bench, small_pieces
 from tests.support.blocks import TINY, Blocks, make_blocks, readable, sound_versions
+from tests.support.clock import FakeClock
 from tests.support.gatednode import Gate
 from tests.support.memorynode import MemoryNode
 
@@ -278,14 +279,28 @@ def padded(payload: bytes, slot_bytes: int) -> NDArray[np.uint8]:
 
 
 async def test_a_fifth_version_displaces_the_one_with_the_fewest_shards() -> None:
-    bench = make_bench()
+    clock = FakeClock()
+    bench = make_bench(clock)
     old = await make_versions(bench, [9, 4, 3, 10])
+    clock.advance(HOLLOW_GRACE_MS / 1000)
     fifth = make_blocks(1, seed=200, keys=old[0].keys)
     assert await bench.put(fifth) == PutReport(1, 0, 0, 0)
     counts = sorted(map(len, sound_versions(bench.twins, fifth.keys[0]).values()))
     assert counts == [4, 9, 10, 12]
     assert_readable(bench, fifth)
     assert_readable(bench, old[3])
+
+
+async def test_a_version_that_another_process_may_be_writing_is_not_displaced() -> None:
+    clock = FakeClock()
+    bench = make_bench(clock)
+    old = await make_versions(bench, [9, 10, 10, 10])
+    clock.advance(HOLLOW_GRACE_MS / 1000 - 1)
+    fifth = make_blocks(1, seed=200, keys=old[0].keys)
+    assert await bench.put(fifth) == PutReport(0, 0, 1, 0)
+    assert sorted(map(len, sound_versions(bench.twins, fifth.keys[0]).values())) == [9, 10, 10, 10]
+    clock.advance(1)
+    assert await bench.put(fifth) == PutReport(1, 0, 0, 0)
 
 
 async def test_a_fifth_version_fails_where_all_four_can_be_read() -> None:

@@ -1,0 +1,90 @@
+"""`kvstore node serve`: serve node directories to clients on this machine or others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+import uvloop
+
+from efs.clock import SystemClock
+from efs.cluster import DURABILITIES, Durability
+from efs.endpoint import Endpoint, parse_endpoint
+from efs.handshake import Tokens, read_token
+from efs.osio import SystemIo
+from efs.serving import serve_nodes
+from efs.session import ServedNode
+from kvstore.cli.failures import UsageMistake
+from kvstore.cli.options import JsonOption, config_of, terminal_of
+from kvstore.cli.terminal import Terminal
+
+HELP = """Serve one or several node directories, until SIGTERM or SIGINT.
+
+Each --listen is unix:PATH or tcp:HOST:PORT (port 0: any). An address that other machines can reach needs --token-file,
+a file of mode 0600 with a secret of at least 16 bytes; clients then have to know it. With --operator-token-file too,
+only who knows that one may list, drop and collect. Owns the directories; a second owner is refused with the pid of
+the first. Prints a line for each node once all of them are served. On SIGTERM requests under way are answered, nodes
+are closed cleanly, and the exit code is 0.
+
+Slabs are read through memory maps, so a disk that fails to read ends the process; --no-mapped reads them with calls.
+--durability must be what cluster.toml says: clients refuse a server that promises something else.
+
+Exit codes: 0 ended when told to; 2 wrong request; 8 could not run.
+
+\b
+Examples:
+  kvstore node serve /var/lib/kv/nodes/03 --listen unix:/run/kv/03
+  kvstore node serve /mnt/a/kv /mnt/b/kv --listen tcp:10.0.0.7:7411 --token-file /etc/kvstore/token
+"""
+SHORT_HELP = "Serve node directories to clients."
+
+
+def serve(
+    context: typer.Context,
+    paths: Annotated[list[str], typer.Argument(metavar="DIR...", help="Node directories.")],
+    listen: Annotated[list[str], typer.Option("--listen", metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT.")],
+    token_file: Annotated[
+        str | None, typer.Option("--token-file", metavar="FILE", help="Secret that clients must know.")
+    ] = None,
+    operator_token_file: Annotated[
+        str | None, typer.Option("--operator-token-file", metavar="FILE", help="Secret that operators must know.")
+    ] = None,
+    durability: Annotated[
+        str | None, typer.Option("--durability", metavar="MODE", help="process or power.  [default: process]")
+    ] = None,
+    mapped: Annotated[bool, typer.Option("--mapped/--no-mapped", help="Read slabs through memory maps.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    terminal = terminal_of(context, as_json)
+    config = config_of(context, durability=durability)
+    chosen = next(known for known in DURABILITIES if known == config.durability)
+    if operator_token_file is not None and token_file is None:
+        raise UsageMistake("--operator-token-file needs --token-file")
+    io = SystemIo()
+    tokens = Tokens(None if token_file is None else read_token(io, token_file),
+                    None if operator_token_file is None else read_token(io, operator_token_file))
+    endpoints = [parse_endpoint(text, os.getcwd()) for text in listen]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve([os.path.abspath(path) for path in paths], endpoints, tokens, chosen, mapped, terminal))
+
+
+async def _serve(paths: Sequence[str], endpoints: Sequence[Endpoint], tokens: Tokens, durability: Durability,
+                 mapped: bool, terminal: Terminal) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    def ready(served: Sequence[ServedNode], addresses: Sequence[Endpoint]) -> None:
+        where = ", ".join(map(str, addresses))
+        for path, one in zip(paths, served, strict=True):
+            text = f"node {one.node.node_index} ({one.node_id}) of {path} is served at {where} by process {os.getpid()}"
+            terminal.announce({"node": one.node.node_index, "node_id": one.node_id, "path": path, "pid": os.getpid(),
+                               "addresses": [str(address) for address in addresses]}, text)
+
+    await serve_nodes(paths, endpoints, io=SystemIo(), clock=SystemClock(), tokens=tokens, durability=durability,
+                      mapped=mapped, ready=ready, stop=stop)

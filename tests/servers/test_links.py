@@ -1,0 +1,129 @@
+"""A client and servers that answer wrongly: the node is unavailable, the connection made anew, and no byte lands."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from efs.clock import Deadline, SystemClock
+from efs.contract import Landing, Span, Stride
+from efs.errors import NodeUnavailable
+from efs.link import RemotePlace
+from efs.messages import encode_position
+from efs.metrics import CounterFile
+from efs.remote import RemoteNode
+from efs.wire import Header, Kind, encode_frame
+from tests.support.records import make_keys
+from tests.support.servers import short_directory
+from tests.support.waiting import came_true
+from tests.support.wrongserver import CLOSE, Answer, WrongServer
+
+NODE = 3
+CLOCK = SystemClock()
+SLOT = 4_096
+
+
+def soon(milliseconds: int = 10_000) -> Deadline:
+    return Deadline.after_ms(CLOCK, milliseconds)
+
+
+@asynccontextmanager
+async def answered(answer: Answer) -> AsyncIterator[tuple[RemoteNode, WrongServer, CounterFile]]:
+    counters = CounterFile.in_memory()
+    with short_directory() as base:
+        async with WrongServer(base / "s", NODE, answer) as server:
+            place = RemotePlace(server.endpoint, "c" * 32, "d" * 32, NODE)
+            node = await RemoteNode.open(place, CLOCK, counters, 20_000)
+            yield node, server, counters
+            await node.close()
+
+
+def piece(header: Header, position: int, body: bytes) -> bytes:
+    return encode_frame(Kind.PIECE, header.request_id, encode_position(position), body_bytes=len(body)) + body
+
+
+def end(header: Header) -> bytes:
+    return encode_frame(Kind.ANSWER, header.request_id)
+
+
+WRONG_READS: dict[str, Answer] = {
+    "a piece in the wrong place": lambda h, m: [piece(h, 1, bytes(SLOT))],
+    "more bytes than were asked for": lambda h, m: [piece(h, 0, bytes(2 * SLOT + 1)), end(h)],
+    "an end before the last byte": lambda h, m: [piece(h, 0, bytes(SLOT)), end(h)],
+    "an answer that says something": lambda h, m: [piece(h, 0, bytes(2 * SLOT)),
+                                                   encode_frame(Kind.ANSWER, h.request_id, b"x")],
+    "an answer to nothing": lambda h, m: [encode_frame(Kind.ANSWER, h.request_id + 7)],
+    "an answer given twice": lambda h, m: [end(h), end(h)],
+    "a request": lambda h, m: [encode_frame(Kind.CANCEL, h.request_id)],
+    "garbage": lambda h, m: [b"\0" * 100],
+    "a connection that ends in a piece": lambda h, m: [piece(h, 0, bytes(SLOT))[:200], CLOSE],
+    "a refusal that is none": lambda h, m: [encode_frame(Kind.ERROR, h.request_id, b"\xc1")],
+}
+
+
+@pytest.mark.parametrize("what", WRONG_READS)
+async def test_a_read_that_is_answered_wrongly_is_an_unavailable_node(what: str) -> None:
+    async with answered(WRONG_READS[what]) as (node, server, counters):
+        buffer = bytearray(b"\xa5" * (3 * SLOT))
+        span = Span(0, 2, SLOT, SLOT)
+        seen: list[int] = []
+        landing = Landing(memoryview(buffer), (Stride(0, SLOT, 0, SLOT),))
+        with pytest.raises(NodeUnavailable):
+            await node.read([(span, landing)], seen.append, soon())
+        assert server.asked == [Kind.READ]
+        assert buffer[2 * SLOT :] == b"\xa5" * SLOT
+        assert await came_true(lambda: not node.suspect)
+        server.answer = lambda h, m: [piece(h, 0, b"\x11" * 2 * SLOT), end(h)]
+        seen.clear()
+        await node.read([(span, landing)], seen.append, soon())
+        assert seen == [0]
+        assert buffer == b"\x11" * 2 * SLOT + b"\xa5" * SLOT
+        assert counters.get("remote_connected") >= 2
+
+
+@pytest.mark.parametrize("metadata", [b"", bytes(8), b"\xff" * 8, bytes(8 + 34 * 3), b"\x03" + bytes(7 + 34 * 3 + 5)])
+async def test_a_table_that_is_none_is_an_unavailable_node(metadata: bytes) -> None:
+    def answer(header: Header, _: bytes) -> Sequence[bytes]:
+        return [encode_frame(Kind.ANSWER, header.request_id, metadata)]
+
+    async with answered(answer) as (node, _, counters):
+        with pytest.raises(NodeUnavailable):
+            await node.look_up(make_keys(3, 1), soon())
+        with pytest.raises(NodeUnavailable):
+            await node.info(soon())
+        assert counters.get("remote_lost") >= 1
+
+
+async def test_headers_of_another_number_are_an_unavailable_node() -> None:
+    async with answered(lambda h, m: [encode_frame(Kind.ANSWER, h.request_id, bytes(100))]) as (node, _, _counters):
+        with pytest.raises(NodeUnavailable):
+            await node.headers(np.zeros(2, np.int64), np.ones(2, np.uint64), 4, soon())
+
+
+async def test_an_exception_of_the_caller_comes_out_of_the_read_and_the_connection_lives_on() -> None:
+    async with answered(lambda h, m: [piece(h, 0, bytes(2 * SLOT)), end(h)]) as (node, server, _):
+        def refuse(place: int) -> None:
+            raise ValueError(f"not {place}")
+
+        landing = Landing(memoryview(bytearray(2 * SLOT)), (Stride(0, SLOT, 0, SLOT),))
+        with pytest.raises(ValueError, match="not 0"):
+            await node.read([(Span(0, 2, SLOT, SLOT), landing)], refuse, soon())
+        seen: list[int] = []
+        await node.read([(Span(0, 2, SLOT, SLOT), landing)], seen.append, soon())
+        assert seen == [0]
+        assert server.lost == 0
+
+
+async def test_a_server_that_never_answers_is_suspect_and_refused_at_once() -> None:
+    async with answered(lambda h, m: []) as (node, server, _):
+        with pytest.raises(NodeUnavailable, match="no answer by the deadline"):
+            await node.look_up(make_keys(1, 1), soon(50))
+        assert await came_true(lambda: node.suspect)
+        asked = len(server.asked)
+        with pytest.raises(NodeUnavailable, match="owes an answer"):
+            await node.look_up(make_keys(1, 1), soon())
+        assert len(server.asked) == asked == 2
+        assert server.asked == [Kind.LOOK_UP, Kind.CANCEL]
