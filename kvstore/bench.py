@@ -25,42 +25,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
-import platform
 import random
 import statistics
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import uvloop
-from numpy.typing import NDArray
 
-from efs.errors import EfsError
 from efs.extent import ranges_of
 from efs.fs import FileSystem
-from efs.limits import GIB, MAX_DEADLINE_MS, MIB, STRIPE_SHARDS
+from efs.limits import MIB, STRIPE_SHARDS
 from efs.metrics import CounterFile
 from efs.nodedir import COUNTERS_FILE, index_path, slab_path
 from efs.placement import runs as runs_of
 from efs.storeview import StoreView
-from kvstore.config import Config
-from kvstore.keys import Chain, Namespace
+from kvstore.benchwork import (
+    BenchFailed,
+    BenchReport,
+    Bytes,
+    Plan,
+    Progress,
+    Remark,
+    Row,
+    Steps,
+    Times,
+    Work,
+    copy_ms,
+    fetch,
+    machine,
+    make_work,
+    opened,
+    quiet,
+    store_reference,
+    timed_fetches,
+    timed_puts,
+)
+from kvstore.keys import Chain
 from kvstore.layout import V41_FLASH
-from kvstore.store import KVStore
 
-Bytes = NDArray[np.uint8]
-Remark = Callable[[str], None]
-Progress = Callable[[float], None]
-
-REFERENCE_BLOCKS: Final = 757
-REFERENCE_TOKENS: Final = 100_000
 CHURN: Final = 3.0
 """Raw bytes written while ageing, in units of the capacity."""
 MEMORY_TARGET: Final = 64 * MIB
@@ -82,108 +90,24 @@ RECORD_BYTES: Final = STRIPE_SHARDS * V41_FLASH.shape.slot_bytes
 """Slots that one block takes on all nodes."""
 
 
-class BenchFailed(EfsError):
-    """A run did not do the work that was to be timed; its times mean nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """directory: an empty place for the stores. fresh_bytes, aged_bytes: raw capacities; the aged one is what is
-    churned."""
-
-    directory: Path
-    blocks: int = REFERENCE_BLOCKS
-    tokens: int = REFERENCE_TOKENS
-    runs: int = 9
-    seed: int = 1
-    fresh_bytes: int = 4 * GIB
-    aged_bytes: int = 768 * MIB
-    cold: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One result. `value` is in `unit`: "x memcpy", "share" or "bytes"; smaller is better. target: None where there
-    is none. milliseconds and memcpy_ms: medians, None where nothing was timed. notes: what the runs reported."""
-
-    case: str
-    value: float
-    unit: str
-    target: float | None
-    milliseconds: float | None
-    memcpy_ms: float | None
-    notes: dict[str, float]
-
-    @property
-    def met(self) -> bool | None:
-        return None if self.target is None else self.value <= self.target
-
-
-@dataclass(frozen=True, slots=True)
-class BenchReport:
-    """All rows of one benchmark, and the machine that they were taken on."""
-
-    rows: tuple[Row, ...]
-    plan: Plan
-    machine: dict[str, str]
-
-    @property
-    def missed(self) -> list[Row]:
-        return [row for row in self.rows if row.met is False]
-
-    def document(self) -> dict[str, object]:
-        """For JSON."""
-        plan = {**asdict(self.plan), "directory": str(self.plan.directory)}
-        return {"plan": plan, "machine": self.machine, "rows": [{**asdict(row), "met": row.met} for row in self.rows]}
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The reference work: what is stored, where it lands, what must be there afterwards."""
-
-    chain: Chain
-    namespace: Namespace
-    tokens: NDArray[np.uint32]
-    block_major: Bytes
-    expected: Bytes
-    landing: Bytes
-
-
 def run_bench(plan: Plan, remark: Remark = lambda text: None, progress: Progress = lambda share: None) -> BenchReport:
     """Run everything. BenchFailed when a run did not do its work."""
-    steps = _Steps(13 + (2 if plan.cold else 0), remark, progress)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, _quiet():
+    steps = Steps(13 + (2 if plan.cold else 0), remark, progress)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, quiet():
         try:
             rows = runner.run(_all_cases(plan, steps))
         except BenchFailed as error:
             raise BenchFailed(f"{steps.now}: {error}") from error
-    return BenchReport(tuple(rows), plan, _machine(plan.directory))
+    return BenchReport(tuple(rows), plan, machine())
 
 
-@dataclass(slots=True)
-class _Steps:
-    """Where the benchmark is."""
-
-    total: int
-    remark: Remark
-    progress: Progress
-    done: int = 0
-    now: str = ""
-
-    def begin(self, what: str) -> None:
-        self.now = what
-        self.remark(what)
-        self.progress(self.done / self.total)
-        self.done += 1
-
-
-async def _all_cases(plan: Plan, steps: _Steps) -> list[Row]:
-    work = _make_work(plan)
+async def _all_cases(plan: Plan, steps: Steps) -> list[Row]:
+    work = make_work(plan)
     rows: list[Row] = []
     fresh, aged = str(plan.directory / "fresh"), str(plan.directory / "aged")
     steps.begin("fill a fresh store")
     FileSystem.init(fresh, plan.fresh_bytes)
-    await _store_reference(fresh, work)
+    await store_reference(fresh, work)
     rows += await _fetch_cases(fresh, "fresh", plan, work, steps)
     if plan.cold:
         for backend in ("mapped", "preadv"):
@@ -192,124 +116,29 @@ async def _all_cases(plan: Plan, steps: _Steps) -> list[Row]:
     steps.begin("match")
     rows.append(await _match_case(fresh, plan, work))
     steps.begin("put")
-    rows.append(await _put_case(fresh, plan, work))
+    rows.append((await timed_puts(fresh, plan, work)).row("put of new blocks", PUT_TARGET))
     steps.begin("memory")
     rows += [await _memory_case(fresh, backend, work) for backend in ("mapped", "preadv")]
     steps.begin(f"age a store: write {CHURN} times its capacity")
     FileSystem.init(aged, plan.aged_bytes)
     await _age(aged, plan, work)
-    await _store_reference(aged, work)
+    await store_reference(aged, work)
     rows += await _fetch_cases(aged, "aged", plan, work, steps)
     return rows
-
-
-# -- The work -------------------------------------------------------------------------------------------------------
-
-
-def _make_work(plan: Plan) -> Work:
-    generator = np.random.default_rng(plan.seed)
-    namespace = Namespace("deepseek-v4.1-flash", "benchmark", V41_FLASH)
-    tokens = generator.integers(0, 129_280, plan.tokens, np.uint32)
-    chain = namespace.chain(tokens)[: plan.blocks]
-    if len(chain) != plan.blocks:
-        raise BenchFailed(f"{plan.tokens} tokens make {len(chain)} blocks, {plan.blocks} are wanted")
-    size = plan.blocks * V41_FLASH.block_bytes
-    block_major = generator.integers(0, 256, size, np.uint8)
-    fd = os.memfd_create("kvstore-bench", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, size)
-        landing: Bytes = np.frombuffer(mmap.mmap(fd, size), np.uint8)
-    finally:
-        os.close(fd)
-    landing.fill(0)
-    return Work(chain, namespace, tokens, block_major, V41_FLASH.to_segments(block_major), landing)
-
-
-@contextlib.asynccontextmanager
-async def _opened(root: str, backend: str = "preadv") -> AsyncIterator[KVStore]:
-    config = Config(
-        mapped=backend == "mapped",
-        get_deadline_ms=MAX_DEADLINE_MS,
-        put_deadline_ms=MAX_DEADLINE_MS,
-        match_deadline_ms=MAX_DEADLINE_MS,
-    )
-    async with await KVStore.open(root, config=config) as store:
-        yield store
-
-
-async def _store_reference(root: str, work: Work) -> None:
-    async with _opened(root) as store:
-        report = await store.put(work.chain, work.block_major)
-    if report.acked + report.already != len(work.chain) or report.at_risk:
-        raise BenchFailed(f"the reference work was not stored whole: {report}")
-
-
-@dataclass(slots=True)
-class _Times:
-    """Times of the runs of one case, in ms, and sums of what their reports said."""
-
-    work: list[float]
-    memcpy: list[float]
-    first: list[float]
-    rebuilt: int = 0
-    hedged: int = 0
-
-    def row(self, case: str, target: float | None, **notes: float) -> Row:
-        took, memcpy = statistics.median(self.work), statistics.median(self.memcpy)
-        notes |= {"runs": len(self.work), "fastest_ms": min(self.work), "slowest_ms": max(self.work)}
-        return Row(case, took / memcpy, "x memcpy", target, took, memcpy, notes)
-
-
-def _memcpy(work: Work) -> float:
-    """Milliseconds of copying the expected bytes into the landing; leaves other bytes there."""
-    started = time.perf_counter()
-    np.copyto(work.landing, work.expected)
-    took = time.perf_counter() - started
-    work.landing.fill(0x5A)
-    return took * 1000
-
-
-async def _fetch(store: KVStore, work: Work, times: _Times) -> None:
-    """One timed fetch; BenchFailed unless every block is ok and every byte right."""
-    first: list[float] = []
-
-    def on_segment(segment: int, blocks: int) -> None:
-        if segment == 0:
-            first.append(time.perf_counter())
-
-    times.memcpy.append(_memcpy(work))
-    started = time.perf_counter()
-    report = await store.get_into(work.chain, work.landing, on_segment=on_segment)
-    ended = time.perf_counter()
-    if report.blocks != len(work.chain) or not all(report.ok) or report.corrupt:
-        raise BenchFailed(
-            f"a fetch missed blocks: {report.blocks} of {len(work.chain)} ok, {report.corrupt} corrupt, "
-            f"{report.missing} missing, {report.raced} raced"
-        )
-    if not _equal(work.landing, work.expected):
-        raise BenchFailed("a fetch delivered bytes that were not stored")
-    times.work.append((ended - started) * 1000)
-    times.first.append((first[0] - started) / (ended - started))
-    times.rebuilt += report.rebuilt
-    times.hedged += report.hedged
-
-
-def _equal(left: Bytes, right: Bytes) -> bool:
-    """Compare in pieces, because comparing whole arrays makes a third one of their size."""
-    return all(np.array_equal(left[at : at + MIB], right[at : at + MIB]) for at in range(0, len(left), MIB))
 
 
 # -- Cases ----------------------------------------------------------------------------------------------------------
 
 
-async def _fetch_cases(root: str, age: str, plan: Plan, work: Work, steps: _Steps) -> list[Row]:
+async def _fetch_cases(root: str, age: str, plan: Plan, work: Work, steps: Steps) -> list[Row]:
     rows = []
     slots = mean_slots_per_range(root, work.chain)
     for lost in range(len(LOST_NODES) + 1):
         for backend in ("mapped", "preadv"):
             steps.begin(f"fetch, {age}, {backend}, {_gone(lost)}")
             with _without(root, LOST_NODES[:lost]):
-                times = await _timed_fetches(root, backend, plan, work)
+                async with opened(root, backend) as store:
+                    times = await timed_fetches(store, plan, work)
             if lost and not times.rebuilt:
                 raise BenchFailed(f"{_gone(lost)}, and no block was rebuilt")
             case = f"fetch {age}, {backend}, {_gone(lost)}"
@@ -341,32 +170,23 @@ def _gone(lost: int) -> str:
     return ("healthy", "one node gone", "two nodes gone")[lost]
 
 
-async def _timed_fetches(root: str, backend: str, plan: Plan, work: Work) -> _Times:
-    async with _opened(root, backend) as store:
-        await _fetch(store, work, _Times([], [], []))  # Warms caches, maps and lag estimates; not counted.
-        times = _Times([], [], [])
-        for _ in range(plan.runs):
-            await _fetch(store, work, times)
-    return times
-
-
 async def _cold_case(root: str, backend: str, plan: Plan, work: Work) -> Row:
     """Opening, which reads a little itself, is not timed; it comes before the cache is dropped where nothing is
     mapped."""
-    times, resident = _Times([], [], []), []
+    times, resident = Times(), []
     for _ in range(plan.runs):
         drop_page_cache(root)
-        async with _opened(root, backend) as store:
+        async with opened(root, backend) as store:
             resident.append(resident_share(root))
-            await _fetch(store, work, times)
+            await fetch(store, work, times)
     return times.row(f"fetch cold, {backend}, healthy", None, resident_share=max(resident))
 
 
 async def _match_case(root: str, plan: Plan, work: Work) -> Row:
-    times = _Times([], [], [])
-    async with _opened(root) as store:
+    times = Times()
+    async with opened(root) as store:
         for run in range(-1, plan.runs):
-            memcpy = _memcpy(work)
+            copied = copy_ms(work)
             started = time.perf_counter()
             chain = work.namespace.chain(work.tokens)
             found = await store.match(chain[: plan.blocks])
@@ -374,40 +194,22 @@ async def _match_case(root: str, plan: Plan, work: Work) -> Row:
             if found != plan.blocks:
                 raise BenchFailed(f"match found {found} of {plan.blocks} blocks")
             if run >= 0:
-                times.memcpy.append(memcpy)
+                times.memcpy.append(copied)
                 times.work.append(took * 1000)
     return times.row(f"hash {len(work.tokens)} tokens and match", MATCH_TARGET)
-
-
-async def _put_case(root: str, plan: Plan, work: Work) -> Row:
-    times = _Times([], [], [])
-    generator = np.random.default_rng(plan.seed + 1)
-    async with _opened(root) as store:
-        for run in range(-1, plan.runs):
-            chain = work.namespace.chain(generator.integers(0, 129_280, plan.blocks * 128, np.uint32))
-            memcpy = _memcpy(work)
-            started = time.perf_counter()
-            report = await store.put(chain, work.block_major)
-            took = time.perf_counter() - started
-            if report.acked != plan.blocks or report.at_risk:
-                raise BenchFailed(f"a put did not store all blocks twelve times: {report}")
-            if run >= 0:
-                times.memcpy.append(memcpy)
-                times.work.append(took * 1000)
-    return times.row("put of new blocks", PUT_TARGET)
 
 
 async def _memory_case(root: str, backend: str, work: Work) -> Row:
     """The first fetch of a store that was just opened, two nodes gone, so that everything it keeps is counted."""
     with _without(root, LOST_NODES):
-        async with _opened(root, backend) as store:
+        async with opened(root, backend) as store:
             before = _reset_peak()
-            await _fetch(store, work, _Times([], [], []))
+            await fetch(store, work, Times())
             grown = max(0, _status("VmHWM") - before)
-        async with _opened(root, backend) as store:
+        async with opened(root, backend) as store:
             tracemalloc.start()
             try:
-                await _fetch(store, work, _Times([], [], []))
+                await fetch(store, work, Times())
                 traced = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
@@ -446,7 +248,7 @@ async def _age(root: str, plan: Plan, work: Work) -> None:
     source = random.Random(plan.seed)
     written, wanted = 0, CHURN * plan.aged_bytes
     sessions: list[tuple[Chain, int]] = []
-    async with _opened(root) as store:
+    async with opened(root) as store:
         while written < wanted:
             if len(sessions) < 8:
                 tokens = np.frombuffer(source.randbytes(4 * 128 * 512), np.uint32) & 0xFFFF
@@ -559,28 +361,3 @@ def resident_share(root: str) -> float:
     return resident / allocated if allocated else 0.0
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Stores are opened without some of their nodes on purpose: no word about it."""
-    log = logging.getLogger("efs")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
-
-
-def _machine(directory: Path) -> dict[str, str]:
-    model = "unknown"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    return {
-        "cpu": model,
-        "cores": str(os.cpu_count()),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }

@@ -9,7 +9,9 @@ from typing import Annotated, cast
 import typer
 from rich.table import Table
 
-from kvstore.bench import REFERENCE_BLOCKS, BenchReport, Plan, Row, run_bench
+from kvstore.bench import run_bench
+from kvstore.benchserved import run_served_bench
+from kvstore.benchwork import REFERENCE_BLOCKS, BenchReport, Plan, Row
 from kvstore.cli.failures import NOT_ALL, UsageMistake
 from kvstore.cli.options import JsonOption, terminal_of
 from kvstore.cli.terminal import Json, human_bytes, table
@@ -23,11 +25,15 @@ gone, and cold; hashed and matched; put. Every fetch is verified byte by byte; a
 benchmark. Stores are made in a temporary directory below --directory, which needs about 3 GiB, and removed. Exit code
 8 when a run failed; with --strict 1 when a target was missed.
 
+--servers measures twelve `kvstore node serve` processes on this machine instead: fetched over TCP and Unix sockets,
+with one server stopped, with two killed, and put.
+
 \b
 Examples:
   kvstore bench
   kvstore bench --directory /mnt/nvme0 --json > bench.json
   kvstore bench --runs 3 --no-cold
+  kvstore bench --servers
 """
 
 
@@ -48,6 +54,7 @@ def bench(
         str, typer.Option("--aged-capacity", metavar="SIZE", help="Raw capacity of the store that is aged.")
     ] = "768MiB",
     cold: Annotated[bool, typer.Option("--cold/--no-cold", help="Also with the page cache dropped.")] = True,
+    servers: Annotated[bool, typer.Option("--servers", help="Node servers instead of an embedded store.")] = False,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of tokens, bytes and sessions.")] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 when a target was missed.")] = False,
     as_json: JsonOption = False,
@@ -65,7 +72,7 @@ def bench(
             aged_bytes=parse_size(aged_capacity, "--aged-capacity"),
         )
         with terminal.progress("bench", 1.0) as advance:
-            report = run_bench(plan, progress=advance)
+            report = (run_served_bench if servers else run_bench)(plan, progress=advance)
     terminal.result(cast("Json", report.document()), lambda console: console.print(_as_table(report)))
     return NOT_ALL if strict and report.missed else 0
 
@@ -101,6 +108,8 @@ def _as_table(report: BenchReport) -> Table:
 def _value(row: Row, value: float) -> str:
     if row.unit == "bytes":
         return human_bytes(value)
+    if row.unit == "ms":
+        return _ms(value)
     return f"{value:.0%}" if row.unit == "share" else f"{value:.2f} x"
 
 

@@ -13,8 +13,20 @@ import pytest
 
 from efs.fs import FileSystem
 from efs.limits import MIB
-from kvstore import bench
-from kvstore.bench import BenchFailed, BenchReport, Plan, Row, mean_slots_per_range, run_bench
+from kvstore import bench, benchwork
+from kvstore.bench import mean_slots_per_range, run_bench
+from kvstore.benchserved import run_served_bench
+from kvstore.benchwork import (
+    BenchFailed,
+    BenchReport,
+    Plan,
+    Row,
+    Work,
+    make_work,
+    opened,
+    store_reference,
+    timed_fetches,
+)
 from kvstore.layout import V41_FLASH
 from tests.support.cli import ROOT, environment, run
 from tests.support.laidstore import flip, lay_store, make_blocks
@@ -78,6 +90,19 @@ def test_lost_nodes_were_really_lost_and_healthy_runs_rebuilt_nothing(report: Be
                 assert row(report, f"fetch {age}, {backend}, {gone}").notes["rebuilt"] > 0
 
 
+def test_node_servers_are_measured_stopped_and_killed(tmp_path: Path) -> None:
+    report = run_served_bench(replace(small_plan(tmp_path), runs=1))
+    assert [(found.case, found.unit, found.target) for found in report.rows] == [
+        ("fetch over TCP, healthy", "x memcpy", 2.4),
+        ("fetch over Unix sockets, healthy", "x memcpy", 2.4),
+        ("put to servers", "x memcpy", 14.0),
+        ("fetch, one server stopped", "x memcpy", 3.0),
+        ("very first fetch, one server stopped", "ms", 250.0),
+        ("fetch, two servers killed", "x memcpy", 3.0),
+    ]
+    assert all(found.value > 0 for found in report.rows)
+
+
 def test_targets_are_those_of_the_benchmark_page(report: BenchReport) -> None:
     targets = {found.case: found.target for found in report.rows if found.target is not None}
     assert targets == {
@@ -139,24 +164,29 @@ def test_ageing_writes_three_times_the_capacity(report: BenchReport) -> None:
     assert min(bench.evicted_records(root)) > 0
 
 
+async def fetch_all(root: str, backend: str, plan: Plan, work: Work) -> None:
+    async with opened(root, backend) as store:
+        await timed_fetches(store, plan, work)
+
+
 @pytest.mark.parametrize("lost", [(0, 1, 2)])
 def test_a_fetch_that_misses_blocks_fails_the_benchmark(tmp_path: Path, lost: tuple[int, ...]) -> None:
     plan = small_plan(tmp_path)
-    root, work = str(tmp_path / "fresh"), bench._make_work(plan)
+    root, work = str(tmp_path / "fresh"), make_work(plan)
     FileSystem.init(root, plan.fresh_bytes)
-    asyncio.run(bench._store_reference(root, work))
+    asyncio.run(store_reference(root, work))
     with bench._without(root, lost), pytest.raises(BenchFailed, match="missed blocks"):
-        asyncio.run(bench._timed_fetches(root, "preadv", plan, work))
+        asyncio.run(fetch_all(root, "preadv", plan, work))
 
 
 def test_a_fetch_of_other_bytes_fails_the_benchmark(tmp_path: Path) -> None:
     plan = small_plan(tmp_path)
-    root, work = str(tmp_path / "fresh"), bench._make_work(plan)
+    root, work = str(tmp_path / "fresh"), make_work(plan)
     FileSystem.init(root, plan.fresh_bytes)
-    asyncio.run(bench._store_reference(root, work))
+    asyncio.run(store_reference(root, work))
     work.expected[-1] ^= 1
     with pytest.raises(BenchFailed, match="not stored"):
-        asyncio.run(bench._timed_fetches(root, "mapped", plan, work))
+        asyncio.run(fetch_all(root, "mapped", plan, work))
 
 
 def test_a_benchmark_that_fails_is_exit_code_8_and_leaves_no_store(
@@ -210,11 +240,11 @@ def test_the_page_cache_can_be_dropped_and_is_noticed(tmp_path: Path) -> None:
 
 def test_comparing_finds_a_difference_anywhere() -> None:
     left = np.zeros(3 * MIB + 5, np.uint8)
-    assert bench._equal(left, left.copy())
+    assert benchwork._equal(left, left.copy())
     for at in (0, MIB, 3 * MIB + 4):
         right = left.copy()
         right[at] = flip(b"\0")[0]
-        assert not bench._equal(left, right)
+        assert not benchwork._equal(left, right)
 
 
 def test_the_script_is_the_command() -> None:
