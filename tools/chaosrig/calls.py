@@ -99,9 +99,9 @@ class Calls:
             return None
         finally:
             elapsed_ms = (time.monotonic() - began) * 1000
-            loop_ms, thread_ms = self._probes.worst_ms(began)
+            held_ms, thread_ms = self._probes.worst_ms(began)
             self.sums["calls"] += 1
-            self.most["loop_lag_ms"] = max(self.most["loop_lag_ms"], int(loop_ms))
+            self.most["loop_held_ms"] = max(self.most["loop_held_ms"], int(held_ms))
             self.most["thread_lag_ms"] = max(self.most["thread_lag_ms"], int(thread_ms))
             self.most["past_deadline_ms"] = max(self.most["past_deadline_ms"], int(elapsed_ms - deadline_ms))
             lost_ms = self._probes.lost_ms(began + deadline_ms / 1000)
@@ -111,9 +111,9 @@ class Calls:
                                f" ms too long, with {lost_ms:.0f} ms behind the deadline in which the loop was late")
             elif lateness_ms(elapsed_ms, deadline_ms, 0.0):
                 self.sums["late_with_loop"] += 1
-            if stalled(loop_ms, thread_ms):
+            if stalled(held_ms, thread_ms):
                 self.sums["loop_stalls"] += 1
-                self.violation(f"the event loop was held up for {loop_ms:.0f} ms while {name} ran, a thread only for "
+                self.violation(f"the event loop was held up for {held_ms:.0f} ms while {name} ran, a thread only for "
                                f"{thread_ms:.0f} ms")
 
     async def read(self, number: int, first: int, count: int, deadline_ms: float) -> list[int]:

@@ -15,8 +15,10 @@ first, and of equal stamps the deepest; churn is deeper than everything guarded.
 evicted while no more than `unevictable_blocks` different versions of blocks were put or read since it was itself,
 counted from the beginning of that call; that is half of what a collection leaves. Within that a miss is a violation
 when at most two nodes are damaged, or at most one if the block was acknowledged at risk and has not been seen on all
-twelve nodes since. A *damaged* node is one that an episode touched and that has not been found whole again. A process
-that was killed leaves no access times of its last minute: for the next one a block was used last when it was put.
+twelve nodes since. A hit on a block that may have been evicted shows ten shards and no more, because nodes do not evict
+in the same moment: until it is seen whole again it must only be hit with no node damaged. A *damaged* node is one that
+an episode touched and that has not been found whole again. A process that was killed leaves no access times of its last
+minute: for the next one a block was used last when it was put.
 
 *Late bytes.* A buffer that a read has given back, or left when it was cancelled, does not change any more: its checksum
 is taken then and once more when LATE_BUFFERS others have followed.
@@ -24,7 +26,7 @@ is taken then and once more when LATE_BUFFERS others have followed.
 *Deadlines (I3).* A call returns GRACE_MS after its deadline at the latest. A probe coroutine on the same loop and a
 probe thread measure how late the machine wakes them. What the loop was late behind the deadline, all its ticks
 together, is added to what is allowed, and such calls are counted. But a loop that was held up more than STALL_MS longer
-than the thread was blocked by its own process, which is a violation too.
+than the thread, its waits for a core not counted, was blocked by its own process, which is a violation too.
 
 *Journal.* Lines of JSON, appended with one write each, so that a killed process loses none that it wrote: an intent
 before each put, its outcome after it, what was hit, running sums of the incarnation, violations.
@@ -40,6 +42,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from efs.limits import ACK_SHARDS, DATA_SHARDS, STRIPE_SHARDS
 from kvstore.keys import Chain, Namespace
 from kvstore.layout import BlockLayout
 
@@ -96,16 +99,16 @@ def guarded(block: Block) -> bool:
 
 @dataclass(slots=True)
 class Claim:
-    """A guarded block that was acknowledged. whole: on all twelve nodes. put_at, used_at: how many uses there had been
-    (`Model.uses`) when the put of it began, and the last put or read."""
+    """A guarded block that was acknowledged. shards: how many of it are known to be there while it is not evicted.
+    put_at, used_at: how many uses there had been (`Model.uses`) when the put of it began, and the last put or read."""
 
-    whole: bool
+    shards: int
     put_at: int
     used_at: int
 
     def tolerates(self, damaged: int) -> bool:
         """Whether the block must be readable with so many nodes damaged, unless it was evicted."""
-        return damaged <= (2 if self.whole else 1)
+        return self.shards - damaged >= DATA_SHARDS
 
 
 @dataclass(slots=True)
@@ -148,13 +151,16 @@ class Model:
         for block in blocks:
             if guarded(block):
                 begun = self._begun.pop(block)
-                self.claims[block] = Claim(not at_risk, begun, begun)
+                self.claims[block] = Claim(ACK_SHARDS if at_risk else STRIPE_SHARDS, begun, begun)
         kept = self.fresh - FRESH_KEPT + FRESH_FIRST
         for old in [block for block in self.claims if FRESH_FIRST <= block[0] < kept]:
             del self.claims[old]
 
     def hit(self, found: Mapping[Block, int], begun: int) -> None:
         """These blocks were read, in these versions, by a call that began after so many uses."""
+        for block in found:
+            if block in self.claims and not self.unevicted(block):
+                self.claims[block].shards = DATA_SHARDS
         self._use(found.items())
         for block in found:
             if block in self.claims:
@@ -164,7 +170,7 @@ class Model:
         """All twelve shards of these were looked at and are sound."""
         for block in blocks:
             if block in self.claims:
-                self.claims[block].whole = True
+                self.claims[block].shards = STRIPE_SHARDS
 
     def version_of(self, block: Block, data: bytes) -> int | None:
         """Which of the versions that may be read under a block these bytes are; None when they are wrong."""
@@ -208,9 +214,9 @@ def lateness_ms(elapsed_ms: float, deadline_ms: float, lost_ms: float) -> float:
     return max(0.0, elapsed_ms - deadline_ms - GRACE_MS - lost_ms)
 
 
-def stalled(loop_lag_ms: float, thread_lag_ms: float) -> bool:
+def stalled(loop_held_ms: float, thread_lag_ms: float) -> bool:
     """Whether something held up the loop itself, not the machine."""
-    return loop_lag_ms > thread_lag_ms + STALL_MS
+    return loop_held_ms > thread_lag_ms + STALL_MS
 
 
 # -- The journal -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""How late the machine wakes a coroutine and a thread: what a deadline may be missed by for no fault of the store."""
+"""How late the machine wakes a coroutine and a thread: what a deadline may be missed by for no fault of the store.
+
+On a machine with more work than cores a thread that has much to do waits for its turns, and a thread that only ticks
+does not. So the loop's ticks are also counted without what the loop's thread waited for a core, as the kernel tells.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,19 @@ class LagProbes:
 
     def __init__(self) -> None:
         self._loop: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        self._held: deque[tuple[float, float]] = deque(maxlen=KEPT)
         self._thread: deque[tuple[float, float]] = deque(maxlen=KEPT)
         threading.Thread(target=self._tick_on_thread, name="chaos-probe", daemon=True).start()
 
     async def run(self) -> None:
         """Tick on the running loop, for ever."""
+        waited = _waited_for_a_core_s()
         while True:
             began = time.monotonic()
             await asyncio.sleep(TICK_S)
-            ended = time.monotonic()
+            ended, before, waited = time.monotonic(), waited, _waited_for_a_core_s()
             self._loop.append((ended, ended - began - TICK_S))
+            self._held.append((ended, ended - began - TICK_S - (waited - before)))
 
     def lost_ms(self, since: float) -> float:
         """By how much, all ticks since a monotonic moment together, the loop was late: time in which it could do
@@ -35,8 +42,9 @@ class LagProbes:
         return sum(lag for lag in _lags(self._loop, since) if lag > 0) * 1000
 
     def worst_ms(self, since: float) -> tuple[float, float]:
-        """The worst lag of the loop and of the thread, of the same ticks."""
-        return max(0.0, *_lags(self._loop, since)) * 1000, max(0.0, *_lags(self._thread, since)) * 1000
+        """The worst lag of the loop, without its waits for a core, and of the thread. Of ticks that have ended."""
+        held, late = (_lags(ticks, since)[1:] for ticks in (self._held, self._thread))
+        return max([0.0, *held]) * 1000, max([0.0, *late]) * 1000
 
     def _tick_on_thread(self) -> None:
         while True:
@@ -44,6 +52,15 @@ class LagProbes:
             time.sleep(TICK_S)
             ended = time.monotonic()
             self._thread.append((ended, ended - began - TICK_S))
+
+
+def _waited_for_a_core_s() -> float:
+    """For how long this thread was ready to run and did not, since it began; 0 where the kernel does not tell."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def _lags(ticks: deque[tuple[float, float]], since: float) -> list[float]:

@@ -107,7 +107,7 @@ def _totals(told: Told, watchers: Watchers, ending: Mapping[str, Any], capacity_
              "buffers_looked_at", "late_bytes")
     return {
         **{name: told.sums[name] for name in names},
-        **{name: told.most[name] for name in ("past_deadline_ms", "loop_lag_ms", "thread_lag_ms")},
+        **{name: told.most[name] for name in ("past_deadline_ms", "loop_held_ms", "thread_lag_ms")},
         "owner_restarts": max(0, told.incarnations - 1),
         "puts_cut_by_a_kill": told.cut_puts,
         "fsck_runs": watchers.runs,
