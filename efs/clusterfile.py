@@ -87,15 +87,20 @@ def _checked(file: _File, base: str) -> ClusterConfig:
     ids = [node.id for node in file.node]
     if len(ids) != STRIPE_SHARDS:
         raise InvalidArgument(f"{len(ids)} nodes, expected {STRIPE_SHARDS}")
-    for name in (file.cluster_id, *ids):
-        if len(name) != ID_HEX_DIGITS or set(name) - set("0123456789abcdef"):
-            raise InvalidArgument(f"the id {name!r} must be {ID_HEX_DIGITS} hex digits")
-    if len(set(ids)) != len(ids):
-        raise InvalidArgument("a node is named twice")
+    require_members(file.cluster_id, ids)
     tokens = [None if name is None else os.path.join(base, name)
               for name in (file.token_file, file.operator_token_file)]
     return ClusterConfig(file.cluster_id, file.durability, tuple(ids),
                          tuple(parse_endpoint(node.address, base) for node in file.node), file.upkeep_host, *tokens)
+
+
+def require_members(cluster_id: str, node_ids: Sequence[str]) -> None:
+    """InvalidArgument unless these are ids, and no node's twice."""
+    for name in (cluster_id, *node_ids):
+        if len(name) != ID_HEX_DIGITS or set(name) - set("0123456789abcdef"):
+            raise InvalidArgument(f"the id {name!r} must be {ID_HEX_DIGITS} hex digits")
+    if len(set(node_ids)) != len(node_ids):
+        raise InvalidArgument("a node is named twice")
 
 
 def write_cluster(io: Io, root: str, cluster_id: str, durability: Durability, node_ids: Sequence[str],

@@ -108,6 +108,15 @@ class OpenFailed(EfsError):
         super().__init__(f"{path}: {error.strerror or error}")
 
 
+class EtcdUnavailable(EfsError):
+    """The etcd that has a cluster's map cannot be reached or does not answer. Stores that are open go on without it."""
+
+    retryable = True
+
+    def __init__(self, server: object, why: str) -> None:
+        super().__init__(f"etcd at {server}: {why}")
+
+
 class WireError(EfsError):
     """The other side of a connection does not keep to the protocol. The connection is closed."""
 

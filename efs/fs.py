@@ -21,6 +21,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from efs.ask import all_of, tables_of
@@ -82,9 +83,11 @@ class FileSystem:
     def __init__(self, nodes: Sequence[Node | None], *, codec: Codec, counters: CounterFile, clock: Clock,
                  config: StoreConfig | None = None, lock: OwnerLock | None = None,
                  problems: Mapping[int, str] | None = None, progress: Progress | None = None, io: Io | None = None,
-                 tombstones: Tombstones | None = None, maintain: bool = True, scrub: bool = False) -> None:
+                 tombstones: Tombstones | None = None, maintain: bool = True, scrub: bool = False,
+                 root: str | None = None) -> None:
         """Over nodes that are open already; `open` is the way to a store on disk. Must run on the loop.
 
+        root: the directory of what belongs to the store as a whole, such as the tenants file.
         progress, tombstones: what the store's root notes of its upkeep and of purged tenants, whose records the nodes
         refuse already; with io and a lock both are kept up to date there."""
         progress = progress or Progress()
@@ -95,6 +98,7 @@ class FileSystem:
         self._config = config
         self._lock = lock
         self._closed = False
+        self.root = root
         self.counters = counters
         self.problems = dict(problems or {})
         self.health = Health(nodes, clock)
@@ -157,7 +161,7 @@ class FileSystem:
             counters.add("nodes_degraded", len(problems))
             placed = [nodes.get(index) for index in range(STRIPE_SHARDS)]
             return cls(placed, codec=codec, counters=counters, clock=clock, config=config, lock=lock, problems=problems,
-                       progress=progress, tombstones=left, io=io, maintain=maintain, scrub=scrub)
+                       progress=progress, tombstones=left, io=io, maintain=maintain, scrub=scrub, root=root)
         except BaseException:
             await _close_nodes(list(nodes.values()))
             if counters is not None:
@@ -299,6 +303,21 @@ class FileSystem:
         own = info.state if state is NodeState.SERVING else state
         return NodeInfo(info.node_index, info.node_id, own, info.capacity_bytes, info.live_bytes, info.extents_used,
                         info.extents_total, info.records, info.unverified)
+
+    # -- places that change ---------------------------------------------------------------------------------------
+
+    def attend(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have `work()` run in the background until the filesystem is closed."""
+        self._require_open()
+        self._background.start(name, work)
+
+    def note_replaced(self, node_index: int, node_id: str, path: str) -> None:
+        """Another node is in a place, or the same one elsewhere: its node object goes on with that one."""
+        if self._config is not None:
+            ids, paths = list(self._config.node_ids), list(self._config.node_paths)
+            ids[node_index], paths[node_index] = node_id, path
+            self._config = replace(self._config, node_ids=tuple(ids), node_paths=tuple(paths))
+        self.health.note_replaced(node_index)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

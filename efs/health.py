@@ -74,6 +74,11 @@ class Health:
             self._failures[node_index] += 1
             self._retry_at[node_index] = self._clock.monotonic() + backoff / 1000
 
+    def note_replaced(self, node_index: int) -> None:
+        """Another node is in the place, or the same one elsewhere: what was seen of the old one says nothing."""
+        self._read_only[node_index] = False
+        self.note_answer(node_index)
+
     def note_answer(self, node_index: int) -> None:
         """A node did what it was asked."""
         self._failures[node_index] = 0

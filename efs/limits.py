@@ -243,6 +243,25 @@ TOKEN_MIN_BYTES: Final = 16
 TOKEN_MAX_BYTES: Final = 4 * KIB
 NONCE_BYTES: Final = 32
 
+# -- etcd -----------------------------------------------------------------------------------------------------------
+
+ETCD_DOCUMENT_BYTES: Final = 64 * KIB
+"""A map or a server's note: twelve places of 300 bytes, and long paths."""
+ETCD_CALL_MS: Final = 3_000.0
+"""For one call to etcd: an election of its members takes one second."""
+ETCD_REREAD_MS: Final = 15_000.0
+"""The map is read again this often, whatever the watch says: a watch that died without a word is made anew then."""
+ETCD_RETRY_MS: Final = 500.0
+"""etcd is tried again after this, doubling up to MAX_ETCD_RETRY_MS."""
+MAX_ETCD_RETRY_MS: Final = 8_000.0
+ETCD_LEASE_SECONDS: Final = 10
+"""How long a server that says nothing counts as being there."""
+ETCD_BEAT_MS: Final = 3_000.0
+"""How often a server renews its lease."""
+OTHERS_TOLERATED: Final = PARITY_SHARDS
+"""Places in which a client that opens a cluster by its map may find another node: as many as reads go without."""
+
+assert ETCD_BEAT_MS + ETCD_CALL_MS < ETCD_LEASE_SECONDS * 1000
 assert DATA_SHARDS < FANOUT < STRIPE_SHARDS
 assert DATA_SHARDS < ACK_SHARDS < STRIPE_SHARDS
 assert MAX_BLOCK_BYTES // DATA_SHARDS * 2 < EXTENT_BYTES

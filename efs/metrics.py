@@ -61,6 +61,8 @@ COUNTERS: tuple[str, ...] = (
     "wire_sessions", "wire_lost",
     # nodes at servers, as a client sees them: connections made, connections lost, answers that nobody waited for
     "remote_connected", "remote_lost", "remote_late",
+    # changes of a cluster's map that a client went along with: places with another node or another address
+    "places_changed",
 )
 
 

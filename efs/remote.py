@@ -77,17 +77,25 @@ class RemoteNode:
 
     def __init__(self, place: RemotePlace, clock: Clock, counters: CounterFile) -> None:
         self._place = place
+        self._clock = clock
+        self._counters = counters
         self._reading = Link(place, clock, counters)
         self._changing = Link(place, clock, counters)
         self._closed = False
 
     @classmethod
-    async def open(cls, place: RemotePlace, clock: Clock, counters: CounterFile, wait_ms: float) -> RemoteNode:
-        """Begin to connect and wait so long for it. A node that cannot be reached is one all the same, and tried again
-        in the background. HandshakeFailed or IdentityMismatch when the server is there and refuses, or is another."""
+    def begin(cls, place: RemotePlace, clock: Clock, counters: CounterFile) -> RemoteNode:
+        """Begin to connect, without waiting for it. A server that refuses or is another is tried again too."""
         node = cls(place, clock, counters)
         for link in node._links:
             link.start()
+        return node
+
+    @classmethod
+    async def open(cls, place: RemotePlace, clock: Clock, counters: CounterFile, wait_ms: float) -> RemoteNode:
+        """Begin to connect and wait so long for it. A node that cannot be reached is one all the same, and tried again
+        in the background. HandshakeFailed or IdentityMismatch when the server is there and refuses, or is another."""
+        node = cls.begin(place, clock, counters)
         try:
             async with asyncio.timeout(wait_ms / 1000):
                 for link in node._links:
@@ -106,6 +114,21 @@ class RemoteNode:
     @property
     def _links(self) -> tuple[Link, Link]:
         return self._reading, self._changing
+
+    async def relink(self, place: RemotePlace) -> None:
+        """Go on with what is at another place: another address, or another node. What is under way is given up, and
+        nothing is asked of the old server any more.
+
+        A call that goes on after it may bring what the old node said to the new one. That is an answer about places
+        whose generation is another or whose bytes do not fit the digest, as after a slot was used again."""
+        if self._closed:
+            return
+        old, self._place = self._links, place
+        self._reading = Link(place, self._clock, self._counters)
+        self._changing = Link(place, self._clock, self._counters)
+        for link in self._links:
+            link.start()
+        await asyncio.gather(*(link.close() for link in old))
 
     async def close(self) -> None:
         """See the contract. What is under way is given up."""

@@ -12,10 +12,13 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
+from efs.background import Background
 from efs.clock import Clock
 from efs.cluster import STORE_FILE, Durability
+from efs.clustermap import EtcdUrl
 from efs.endpoint import Endpoint
 from efs.errors import InvalidArgument, NodeUnavailable
+from efs.etcd import Registration
 from efs.handshake import Tokens
 from efs.metrics import CounterFile
 from efs.node import DirectoryNode
@@ -30,8 +33,11 @@ Ready = Callable[[Sequence[ServedNode], Sequence[Endpoint]], None]
 
 
 async def serve_nodes(paths: Sequence[str], endpoints: Sequence[Endpoint], *, io: Io, clock: Clock, tokens: Tokens,
-                      durability: Durability, mapped: bool, ready: Ready, stop: asyncio.Event) -> None:
+                      durability: Durability, mapped: bool, ready: Ready, stop: asyncio.Event,
+                      register: EtcdUrl | None = None) -> None:
     """Serve until `stop` is set. `ready` is called once, with the nodes and the addresses as they are.
+
+    register: the cluster in etcd to which the nodes belong; there it is said that they are served.
 
     InvalidArgument for an address that needs a token, or the same node twice; Locked, OpenFailed, … name a directory.
     """
@@ -53,10 +59,15 @@ async def serve_nodes(paths: Sequence[str], endpoints: Sequence[Endpoint], *, io
             await _bury_purged(io, node, path, clock)
             served.append(ServedNode(node, config.place.cluster_id, config.node_id, durability, counted))
         server = NodeServer(served, io, clock, tokens)
+        background = Background()
         try:
-            ready(served, [server.listen(endpoint) for endpoint in endpoints])
+            addresses = [server.listen(endpoint) for endpoint in endpoints]
+            ready(served, addresses)
+            if register is not None:
+                background.start("lease", Registration(register, served, list(map(str, addresses)), clock).run)
             await stop.wait()
         finally:
+            await background.close()
             await server.close()
     finally:
         await asyncio.gather(*(node.close() for node in nodes))

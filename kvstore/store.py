@@ -6,8 +6,8 @@ exactly, contiguous, host memory, writable for get_into), the deadline, and that
 that opened it. Every refusal is one line. A block that is not there is never an error: reports count it.
 
 URLs: a path, or file:///absolute/path: of a store's directory, which this process then owns, or of a cluster.toml (any
-path that ends in .toml), whose nodes are at servers and which any number of processes may have open. etcd:// names
-clusters of a kind that this version does not have.
+path that ends in .toml) or etcd://HOST:PORT/NAME, a cluster's map in etcd. The nodes of these two are at servers, and
+any number of processes may have them open.
 
 A store must not be carried across a fork: the child has neither its threads nor its locks, and every call there is
 refused. At interpreter exit a blocking store that is still open is closed, with a bounded wait.
@@ -23,6 +23,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from efs.clusterfs import open_cluster
+from efs.clustermap import ETCD_SCHEME, parse_etcd_url
 from efs.errors import InvalidArgument, StoreClosed
 from efs.fs import FileSystem, OnSegment
 from efs.limits import MAX_DEADLINE_MS
@@ -56,13 +57,16 @@ class ForkedStore(StoreClosed):
 def store_root(url: str | os.PathLike[str]) -> str:
     """The directory that a store URL names. UnsupportedUrl, also for the URL of a cluster; InvalidArgument for an empty
     or malformed one."""
-    if cluster_file(url) is not None:
-        raise UnsupportedUrl(f"{os.fspath(url)}: this works on a store's own directory, not through a cluster file")
+    if cluster_of(url) is not None:
+        raise UnsupportedUrl(f"{os.fspath(url)}: this works on a store's own directory, not on a cluster")
     return _path_of(url)
 
 
-def cluster_file(url: str | os.PathLike[str]) -> str | None:
-    """The cluster.toml that a store URL names; None when it names a directory. Errors as `store_root`."""
+def cluster_of(url: str | os.PathLike[str]) -> str | None:
+    """The cluster.toml or the etcd:// URL that a store URL names; None when it names a directory. Errors as
+    `store_root`."""
+    if isinstance(url, str) and url.startswith(ETCD_SCHEME):
+        return str(parse_etcd_url(url))
     path = _path_of(url)
     return path if path.endswith(".toml") and not os.path.isdir(path) else None
 
@@ -74,10 +78,8 @@ def _path_of(url: str | os.PathLike[str]) -> str:
     scheme, colon, rest = text.partition(":")
     if not colon or "/" in scheme or not (rest.startswith("//") or scheme == "file"):
         root = text
-    elif scheme == "etcd":
-        raise UnsupportedUrl(f"{text}: clusters in etcd are not available in this version; give the path of a store")
     elif scheme != "file":
-        raise UnsupportedUrl(f"{text}: unknown scheme {scheme!r}; give the path of a store or a file:// URL")
+        raise UnsupportedUrl(f"{text}: unknown scheme {scheme!r}; give a path, a file:// or an etcd:// URL")
     else:
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
@@ -103,10 +105,10 @@ class KVStore:
         """Open a store: own its directory, or connect to a cluster. config: defaults when None. UnsupportedUrl,
         StoreNotFound, Locked, IdentityMismatch, …"""
         config = config or Config()
-        cluster = cluster_file(url)
-        root = os.path.dirname(os.path.abspath(cluster)) if cluster is not None else store_root(url)
+        cluster = cluster_of(url)
         filesystem = (await open_cluster(cluster, scrub=config.scrub) if cluster is not None
-                      else await FileSystem.open(root, mapped=config.mapped, scrub=config.scrub))
+                      else await FileSystem.open(store_root(url), mapped=config.mapped, scrub=config.scrub))
+        root = filesystem.root if cluster is not None and filesystem.root is not None else store_root(url)
         try:
             apply_quotas(filesystem, root)
         except BaseException:
@@ -121,7 +123,7 @@ class KVStore:
 
     @property
     def root(self) -> str:
-        """The store's directory, or that of its cluster.toml."""
+        """The store's directory, that of its cluster.toml, or the one that its map in etcd names."""
         return self._root
 
     @property
@@ -216,7 +218,7 @@ class BlockingKVStore:
     """A KVStore behind plain calls, safe to use from several threads; made by `KVStore.blocking`."""
 
     def __init__(self, url: str | os.PathLike[str], *, config: Config | None = None) -> None:
-        cluster_file(url)
+        cluster_of(url)
         self._thread = LoopThread("kvstore")
         try:
             self._store = self._thread.call(KVStore.open(url, config=config))

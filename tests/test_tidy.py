@@ -26,7 +26,7 @@ ORDER: Final = {
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
         contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate fill lookups
         nodereads placer nodewriter recovery verifier background collector burial node wire handshake messages endpoint
-        stream session server link remote cluster clusterfile hedge pinning scratch
+        stream session server link remote cluster clusterfile clustermap etcd hedge pinning scratch
         target unitread examine fetch reader joining health ask pieces staging survey quota writer pace listing sweep
         findings indexprobe nodeview tenantcount storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
         memory stripe mend rebuild repair progress scrub tombstones purge serving upkeep fs clusterfs replace

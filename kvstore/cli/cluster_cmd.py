@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated
 
@@ -13,17 +13,22 @@ import typer
 import uvloop
 from rich.console import Console
 
-from efs.cluster import read_store_config
+from efs.cluster import StoreConfig, read_store_config
 from efs.clusterfile import ClusterConfig, read_cluster, write_cluster
 from efs.clusterfs import open_cluster
+from efs.clustermap import ETCD_SCHEME, ClusterMap, MapPlace, ServerNote, parse_etcd_url
 from efs.endpoint import parse_endpoint
+from efs.errors import InvalidArgument, StoreNotFound
+from efs.etcd import EtcdStore
 from efs.fs import FileSystem
 from efs.health import NodeState
 from efs.limits import STRIPE_SHARDS
 from efs.osio import SystemIo
 from efs.types import NodeInfo
+from kvstore.cli import place_cmd
 from kvstore.cli.failures import NOT_ALL, UsageMistake
 from kvstore.cli.options import JsonOption, config_of, terminal_of
+from kvstore.cli.place_cmd import with_etcd
 from kvstore.cli.terminal import Json, human_bytes, table
 
 _HELP = """Stores whose nodes are at servers."""
@@ -34,11 +39,15 @@ file says where servers are to listen; start them with `kvstore node serve`. Thi
 a client looks after the store. Once copied to other machines the file works there too, for TCP addresses. With the
 servers stopped, ROOT is a store like any other: `kvstore fsck` and `kvstore repair` work on it.
 
+With --etcd there is no file: the same stands in etcd, as the map of the cluster NAME, which clients follow. The name
+must not be in use.
+
 \b
 Examples:
   kvstore cluster init /var/lib/kv --capacity 100GiB --listen unix
   kvstore node serve /var/lib/kv/nodes/00 --listen unix:/var/lib/kv/sockets/00
   kvstore cluster init /var/lib/kv --capacity 100GiB --listen tcp:10.0.0.7:7400 --token-file /etc/kvstore/token
+  kvstore cluster init /var/lib/kv --capacity 100GiB --listen unix --etcd etcd://127.0.0.1:2379/prod
 """
 _STATUS = """Show the nodes of a cluster as a client sees them: state, records, space.
 
@@ -47,6 +56,7 @@ Exit codes: 0 all twelve serve; 1 some do not; 2 wrong request; 8 could not run.
 \b
 Example:
   kvstore cluster status /var/lib/kv/cluster.toml
+  kvstore cluster status etcd://127.0.0.1:2379/prod
 """
 _SOCKETS = "sockets"
 
@@ -57,6 +67,10 @@ def register(app: typer.Typer) -> None:
     )
     cluster.command("init", help=_INIT, short_help="Make a store for node servers.")(init)
     cluster.command("status", help=_STATUS, short_help="Show the nodes of a cluster.")(status)
+    cluster.command("replace-node", help=place_cmd.REPLACE, short_help="Put an empty node into a place of the map.")(
+        place_cmd.replace_node)
+    cluster.command("move-node", help=place_cmd.MOVE, short_help="Give a node of the map another address.")(
+        place_cmd.move_node)
     app.add_typer(cluster)
 
 
@@ -77,6 +91,9 @@ def init(
     token_file: Annotated[
         str | None, typer.Option("--token-file", metavar="FILE", help="Secret that servers will ask for.")
     ] = None,
+    etcd: Annotated[
+        str | None, typer.Option("--etcd", metavar="URL", help="Write the map there: etcd://HOST:PORT/NAME.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)
@@ -85,23 +102,46 @@ def init(
         raise UsageMistake("no capacity given: use --capacity SIZE, such as 100GiB")
     io, root = SystemIo(), os.path.abspath(root)
     addresses = _addresses(listen, root)
+    url = None if etcd is None else parse_etcd_url(etcd)
+    if url is not None:
+        with_etcd(url, _require_no_map)
+    token_file = None if token_file is None else os.path.abspath(token_file)
     warnings = FileSystem.init(root, config.capacity, durability=config.durability, extent_bytes=config.extent_bytes)
     if listen == "unix":
         io.mkdir(os.path.join(root, _SOCKETS))
     store = read_store_config(io, root)
-    path = write_cluster(io, root, store.cluster_id, store.durability, store.node_ids, addresses,
-                         upkeep_host=socket.gethostname(),
-                         token_file=None if token_file is None else os.path.abspath(token_file))
+    if url is None:
+        where = write_cluster(io, root, store.cluster_id, store.durability, store.node_ids, addresses,
+                              upkeep_host=socket.gethostname(), token_file=token_file)
+    else:
+        first = _first_map(store, root, addresses, token_file)
+        with_etcd(url, lambda etcd_store: etcd_store.create(first))
+        where = str(url)
     for warning in warnings:
         terminal.remark(f"warning: {warning}")
     terminal.result(
-        {"cluster": path, "root": root, "capacity_bytes": config.capacity, "durability": store.durability,
+        {"cluster": where, "root": root, "capacity_bytes": config.capacity, "durability": store.durability,
          "nodes": list(store.node_paths), "addresses": list(addresses), "warnings": list(warnings)},
         lambda console: console.print(
-            f"cluster made at {path}: {human_bytes(config.capacity or 0)}, {store.durability}; "
+            f"cluster made at {where}: {human_bytes(config.capacity or 0)}, {store.durability}; "
             f"serve {store.node_paths[0]} at {parse_endpoint(addresses[0], root)}, and so on"
         ),
     )
+
+
+async def _require_no_map(store: EtcdStore) -> None:
+    try:
+        await store.read()
+    except StoreNotFound:
+        return
+    raise InvalidArgument(f"{store.url}: there is a cluster of this name already")
+
+
+def _first_map(store: StoreConfig, root: str, addresses: Sequence[str], token_file: str | None) -> ClusterMap:
+    places = tuple(MapPlace(node_id, str(parse_endpoint(address, root)), 1)
+                   for node_id, address in zip(store.node_ids, addresses, strict=True))
+    return ClusterMap(1, store.cluster_id, store.durability, root, store.capacity_bytes // STRIPE_SHARDS,
+                      store.extent_bytes, places, socket.gethostname(), token_file)
 
 
 def _addresses(listen: str, root: str) -> list[str]:
@@ -121,14 +161,15 @@ def _addresses(listen: str, root: str) -> list[str]:
 
 def status(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="The cluster.toml.")],
+    where: Annotated[str, typer.Argument(metavar="WHERE", help="The cluster.toml, or etcd://HOST:PORT/NAME.")],
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)
-    config = read_cluster(SystemIo(), file)
+    in_etcd = with_etcd(parse_etcd_url(where), _map_and_notes) if where.startswith(ETCD_SCHEME) else None
+    config = read_cluster(SystemIo(), where) if in_etcd is None else in_etcd[0].config()
 
     async def ask() -> list[NodeInfo]:
-        filesystem = await open_cluster(file, care="none")
+        filesystem = await open_cluster(where, care="none")
         try:
             return await filesystem.nodes()
         finally:
@@ -136,22 +177,40 @@ def status(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         nodes = runner.run(ask())
-    rows: list[Json] = [{**asdict(node), "address": str(endpoint)}
-                        for node, endpoint in zip(nodes, config.endpoints, strict=True)]
+    rows: list[dict[str, Json]] = [{**asdict(node), "address": str(endpoint)}
+                                   for node, endpoint in zip(nodes, config.endpoints, strict=True)]
     serving = sum(node.state == NodeState.SERVING for node in nodes)
     document: dict[str, Json] = {"cluster_id": config.cluster_id, "durability": config.durability,
-                                 "upkeep_host": config.upkeep_host, "nodes_serving": serving, "nodes": rows}
-    terminal.result(document, lambda console: _show(console, config, nodes, serving))
+                                 "upkeep_host": config.upkeep_host, "nodes_serving": serving}
+    if in_etcd is not None:
+        found, notes = in_etcd
+        document |= {"version": found.version, "root": found.root}
+        for row, place in zip(rows, found.places, strict=True):
+            note = notes.get(place.node_id)
+            row |= {"incarnation": place.incarnation, "lease": None if note is None else note.state}
+    document["nodes"] = list(rows)
+    terminal.result(document, lambda console: _show(console, config, rows, serving, in_etcd and in_etcd[0].version))
     return 0 if serving == STRIPE_SHARDS else NOT_ALL
 
 
-def _show(console: Console, config: ClusterConfig, nodes: Sequence[NodeInfo], serving: int) -> None:
-    console.print(f"cluster {config.cluster_id}  durability {config.durability}")
+async def _map_and_notes(store: EtcdStore) -> tuple[ClusterMap, Mapping[str, ServerNote]]:
+    return (await store.read()).map, await store.servers()
+
+
+def _show(console: Console, config: ClusterConfig, rows: Sequence[Mapping[str, Json]], serving: int,
+          version: int | None) -> None:
+    console.print(f"cluster {config.cluster_id}  durability {config.durability}"
+                  + ("" if version is None else f"  version {version} of the map"))
     console.print(f"{serving} of {STRIPE_SHARDS} nodes serve")
-    shown = table("node", "state", "live", "of", "records", "address", right=("node", "live", "of", "records"))
-    for node, endpoint in zip(nodes, config.endpoints, strict=True):
-        known = node.capacity_bytes > 0
-        shown.add_row(str(node.node_index), node.state, human_bytes(node.live_bytes) if known else "",
-                      human_bytes(node.capacity_bytes) if known else "", str(node.records) if known else "",
-                      str(endpoint), style=None if node.state == NodeState.SERVING else "red")
+    of_map = () if version is None else ("incarnation", "lease")
+    shown = table("node", "state", "live", "of", "records", *of_map, "address",
+                  right=("node", "live", "of", "records", "incarnation"))
+    for row in rows:
+        live, capacity = row["live_bytes"], row["capacity_bytes"]
+        assert isinstance(live, int)
+        assert isinstance(capacity, int)
+        sizes = (human_bytes(live), human_bytes(capacity), str(row["records"])) if capacity > 0 else ("", "", "")
+        leases = () if version is None else (str(row["incarnation"]), str(row["lease"] or "none"))
+        shown.add_row(str(row["node_index"]), str(row["state"]), *sizes, *leases, str(row["address"]),
+                      style=None if row["state"] == NodeState.SERVING else "red")
     console.print(shown)

@@ -17,7 +17,8 @@ from kvstore.cli.terminal import Terminal
 from kvstore.config import Config
 
 StoreOption = Annotated[
-    str | None, typer.Option("--store", metavar="URL", help="The store: its root directory. Default: $KVSTORE_STORE.")
+    str | None,
+    typer.Option("--store", metavar="URL", help="The store: root, cluster.toml or etcd URL. Default: $KVSTORE_STORE."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 DeadlineOption = Annotated[

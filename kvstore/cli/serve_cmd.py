@@ -13,6 +13,7 @@ import uvloop
 
 from efs.clock import SystemClock
 from efs.cluster import DURABILITIES, Durability
+from efs.clustermap import EtcdUrl, parse_etcd_url
 from efs.endpoint import Endpoint, parse_endpoint
 from efs.handshake import Tokens, read_token
 from efs.osio import SystemIo
@@ -31,7 +32,10 @@ the first. Prints a line for each node once all of them are served. On SIGTERM r
 are closed cleanly, and the exit code is 0.
 
 Slabs are read through memory maps, so a disk that fails to read ends the process; --no-mapped reads them with calls.
---durability must be what cluster.toml says: clients refuse a server that promises something else.
+--durability must be what the cluster was made with: clients refuse a server that promises something else.
+
+--register says in etcd that these nodes are served, for `kvstore cluster status`. The server runs the same while etcd
+is away, and clients do not ask for it.
 
 Exit codes: 0 ended when told to; 2 wrong request; 8 could not run.
 
@@ -56,6 +60,9 @@ def serve(
     durability: Annotated[
         str | None, typer.Option("--durability", metavar="MODE", help="process or power.  [default: process]")
     ] = None,
+    register: Annotated[
+        str | None, typer.Option("--register", metavar="URL", help="Hold a lease there: etcd://HOST:PORT/NAME.")
+    ] = None,
     mapped: Annotated[bool, typer.Option("--mapped/--no-mapped", help="Read slabs through memory maps.")] = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,12 +75,14 @@ def serve(
     tokens = Tokens(None if token_file is None else read_token(io, token_file),
                     None if operator_token_file is None else read_token(io, operator_token_file))
     endpoints = [parse_endpoint(text, os.getcwd()) for text in listen]
+    url = None if register is None else parse_etcd_url(register)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve([os.path.abspath(path) for path in paths], endpoints, tokens, chosen, mapped, terminal))
+        runner.run(_serve([os.path.abspath(path) for path in paths], endpoints, tokens, chosen, mapped, url,
+                          terminal))
 
 
 async def _serve(paths: Sequence[str], endpoints: Sequence[Endpoint], tokens: Tokens, durability: Durability,
-                 mapped: bool, terminal: Terminal) -> None:
+                 mapped: bool, register: EtcdUrl | None, terminal: Terminal) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -87,4 +96,4 @@ async def _serve(paths: Sequence[str], endpoints: Sequence[Endpoint], tokens: To
                                "addresses": [str(address) for address in addresses]}, text)
 
     await serve_nodes(paths, endpoints, io=SystemIo(), clock=SystemClock(), tokens=tokens, durability=durability,
-                      mapped=mapped, ready=ready, stop=stop)
+                      mapped=mapped, ready=ready, stop=stop, register=register)

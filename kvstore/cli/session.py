@@ -16,7 +16,7 @@ from kvstore.cli.failures import UsageMistake
 from kvstore.cli.tokens import Addressing
 from kvstore.config import Config
 from kvstore.keys import Chain
-from kvstore.store import KVStore, cluster_file, store_root
+from kvstore.store import KVStore, cluster_of, store_root
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ def with_filesystem(url: str, work: Callable[[FileSystem], Awaitable[Result]]) -
     the process that looks after it; Locked names another one."""
 
     async def run() -> Result:
-        cluster = cluster_file(url)
+        cluster = cluster_of(url)
         filesystem = (await FileSystem.open(store_root(url), maintain=False) if cluster is None
                       else await open_cluster(cluster, care="by hand"))
         try:

@@ -1,0 +1,136 @@
+"""The documents of a cluster in etcd: what is written is read again, and nothing else is taken for a map."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from efs.clustermap import (
+    ClusterMap,
+    EtcdUrl,
+    MapPlace,
+    ServerNote,
+    changed_places,
+    decode_map,
+    decode_note,
+    encode_map,
+    encode_note,
+    may_follow,
+    parse_etcd_url,
+)
+from efs.errors import CorruptRecord, FormatUnsupported, InvalidArgument
+from efs.limits import ETCD_DOCUMENT_BYTES
+
+PLACES = tuple(MapPlace(f"{index:032x}", f"tcp:10.0.0.{index}:7400", 1) for index in range(12))
+MAP = ClusterMap(3, "c" * 32, "process", "/var/lib/kv", 1 << 30, 1 << 26, PLACES, "here", "/etc/token", None)
+
+
+def altered(**changes: Any) -> bytes:
+    return msgspec.json.encode({**msgspec.json.decode(encode_map(MAP)), **changes})
+
+
+def test_a_map_is_read_as_it_was_written() -> None:
+    assert decode_map(encode_map(MAP), "x") == MAP
+    config = MAP.config()
+    assert config.node_ids[11] == PLACES[11].node_id
+    assert str(config.endpoints[11]) == PLACES[11].address
+    assert (config.upkeep_host, config.token_file, config.operator_token_file) == ("here", "/etc/token", None)
+
+
+def test_a_replaced_node_is_the_next_incarnation_in_the_next_version() -> None:
+    changed = MAP.with_node(7, "tcp:10.0.0.9:1", "f" * 32)
+    assert (changed.version, changed.places[7]) == (4, MapPlace("f" * 32, "tcp:10.0.0.9:1", 2))
+    moved = changed.with_address(7, "unix:/x")
+    assert (moved.version, moved.places[7]) == (5, MapPlace("f" * 32, "unix:/x", 2))
+    assert changed_places(MAP, moved) == [7]
+    with pytest.raises(InvalidArgument, match="no node has index 12"):
+        MAP.with_address(12, "unix:/x")
+    with pytest.raises(InvalidArgument, match="named twice"):
+        MAP.with_node(7, "unix:/x", PLACES[6].node_id)
+
+
+def test_only_a_later_map_of_the_same_cluster_is_followed() -> None:
+    assert may_follow(MAP, MAP) is None
+    assert may_follow(MAP, replace(MAP, version=9)) is None
+    assert may_follow(MAP, replace(MAP, version=2)) == "its version is 2, and 3 was seen already"
+    assert "cluster" in str(may_follow(MAP, replace(MAP, version=4, cluster_id="d" * 32)))
+    assert "durability" in str(may_follow(MAP, replace(MAP, version=4, durability="power")))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", ""),
+        (b"{}", "format_version"),
+        (b"\xff", ""),
+        (b"[" * 60_000, ""),
+        (b" " * (ETCD_DOCUMENT_BYTES + 1), "at most"),
+        (altered(version=0), "below 1"),
+        (altered(version=1 << 70), ""),
+        (altered(colour="red"), "colour"),
+        (altered(durability="none"), "none"),
+        (altered(cluster_id="C" * 32), "hex digits"),
+        (altered(root="relative"), "absolute"),
+        (altered(token_file="relative"), "absolute"),
+        (altered(groups=[]), "0 groups"),
+        (altered(groups=[{"places": []}]), "0 places"),
+        (altered(groups=[{"places": msgspec.to_builtins(PLACES)}] * 2), "2 groups"),
+        (altered(groups=[{"places": msgspec.to_builtins([replace(PLACES[0], address="unix:x"), *PLACES[1:]])}]), "abs"),
+        (altered(groups=[{"places": msgspec.to_builtins([replace(PLACES[0], incarnation=0), *PLACES[1:]])}]), "below"),
+        (altered(groups=[{"places": msgspec.to_builtins([PLACES[1], *PLACES[1:]])}]), "named twice"),
+    ],
+)
+def test_what_is_no_map_is_refused_in_one_line(data: bytes, why: str) -> None:
+    with pytest.raises(CorruptRecord) as caught:
+        decode_map(data, "etcd://h:1/prod")
+    assert str(caught.value).startswith("etcd://h:1/prod: ")
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_map_of_another_format_version_is_named_as_such() -> None:
+    with pytest.raises(FormatUnsupported, match="format version 2, this program reads 1"):
+        decode_map(altered(format_version=2, colour="red"), "x")
+
+
+@given(st.binary(max_size=200), st.integers(0, 2000), st.integers(0, 40))
+def test_a_mutated_map_is_a_map_or_refused(some: bytes, at: int, gone: int) -> None:
+    data = encode_map(MAP)
+    at %= len(data)
+    try:
+        found = decode_map(data[:at] + some + data[at + gone :], "x")
+    except (CorruptRecord, FormatUnsupported):
+        return
+    assert decode_map(encode_map(found), "x") == found
+
+
+@given(st.binary(max_size=100))
+def test_garbage_is_no_servers_note(data: bytes) -> None:
+    with pytest.raises(CorruptRecord):
+        decode_note(data, "x")
+
+
+def test_a_servers_note_is_read_as_it_was_written() -> None:
+    note = ServerNote("a" * 32, 3, ("unix:/x", "tcp:h:1"), "read-only")
+    assert decode_note(encode_note(note), "x") == note
+
+
+def test_a_url_names_an_etcd_and_a_cluster() -> None:
+    url = parse_etcd_url("etcd://127.0.0.1:2379/prod")
+    assert url == EtcdUrl("127.0.0.1", 2379, "prod")
+    assert (url.map_key, url.server_key("ab")) == (b"/prod/map", b"/prod/servers/ab")
+    assert str(parse_etcd_url("etcd://[::1]:2379/a.b-c")) == "etcd://[::1]:2379/a.b-c"
+
+
+@pytest.mark.parametrize("text", [
+    "etcd://", "etcd://h:1", "etcd://h:1/", "etcd://h/prod", "etcd://h:0/prod", "etcd://h:65536/prod", "etcd://h:1/a/b",
+    "etcd://u@h:1/prod", "etcd://h:1/prod?x", "etcd://h:1/..", "etcd://h:1/a\n", "etcd:///prod", "etcd://h:x/prod",
+])
+def test_a_url_that_names_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="must be etcd://HOST:PORT/NAME"):
+        parse_etcd_url(text)
