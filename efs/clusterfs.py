@@ -39,7 +39,7 @@ from efs.cluster import StoreConfig
 from efs.clusterfile import ClusterConfig, read_cluster
 from efs.clustermap import ETCD_SCHEME, ClusterMap, EtcdUrl, changed_places, may_follow, parse_etcd_url
 from efs.codec import Codec
-from efs.errors import EfsError, IdentityMismatch, InvalidArgument, Locked, OpenFailed
+from efs.errors import EfsError, HandshakeFailed, IdentityMismatch, InvalidArgument, Locked, OpenFailed
 from efs.etcd import EtcdStore
 from efs.fs import FileSystem
 from efs.handshake import Role, Tokens, read_token
@@ -184,12 +184,12 @@ def _tokens(io: Io, config: ClusterConfig, lock: OwnerLock | None) -> tuple[Role
 async def _connect(config: ClusterConfig, role: Role, tokens: Tokens, clock: Clock, counters: CounterFile,
                    opened: list[RemoteNode], others_tolerated: int) -> None:
     """Connect to all nodes at once; every node that was made is in `opened`, in order unless one refused. So many
-    servers may be another node than is wanted: these are tried again later."""
+    servers may be another node than is wanted, and refuse: these are tried again later."""
     places = [RemotePlace(endpoint, config.cluster_id, node_id, index, role, tokens, config.durability)
               for index, (endpoint, node_id) in enumerate(zip(config.endpoints, config.node_ids, strict=True))]
     made: list[RemoteNode | BaseException] = list(await asyncio.gather(
         *(RemoteNode.open(place, clock, counters, WIRE_HANDSHAKE_MS) for place in places), return_exceptions=True))
-    others = [index for index, failure in enumerate(made) if isinstance(failure, IdentityMismatch)]
+    others = [index for index, failure in enumerate(made) if isinstance(failure, IdentityMismatch | HandshakeFailed)]
     if len(others) <= others_tolerated:
         for index in others:
             _LOG.warning("node %d is not where it should be: %s", index, made[index])

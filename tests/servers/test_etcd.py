@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ from efs.etcd import EtcdStore, HeldMap
 from efs.fs import FileSystem
 from efs.limits import ETCD_CALL_MS, ETCD_LEASE_SECONDS
 from kvstore.store import BlockingKVStore, KVStore
-from tests.servers.test_cluster import BLOCKS, LATE_S, all_hit, back_to, back_to_health, stored
+from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, LATE_S, SHAPE, all_hit, back_to, back_to_health, stored
+from tests.support.blocks import make_blocks
 from tests.support.cli import run_process
 from tests.support.etcdprocess import EtcdProcess, etcd_process, map_of
 from tests.support.servers import ServedCluster, ServerProcess, served_cluster
@@ -78,30 +79,41 @@ async def filesystem(etcd: EtcdProcess) -> AsyncIterator[FileSystem]:
     await opened.close()
 
 
+@pytest.fixture
+def changes(filesystem: FileSystem) -> Callable[[], int]:
+    """How many changes of a place the filesystem went along with since it was opened: counters outlive a client."""
+    before = filesystem.counters.get("places_changed")
+    return lambda: filesystem.counters.get("places_changed") - before
+
+
 async def change(store: EtcdStore, changed: ClusterMap) -> HeldMap:
     await store.change(await store.read(), changed)
     return await store.read()
 
 
 async def put_and_get_for(filesystem: FileSystem, seconds: float, first_seed: int) -> int:
-    """Puts and gets, every one of them whole, for at least so long. How many."""
-    until, rounds = time.monotonic() + seconds, 0
+    """Puts and gets, every one of them whole, for at least so long. How many blocks were stored."""
+    until, new, rounds = time.monotonic() + seconds, 0, 0
     while time.monotonic() < until:
-        blocks = await stored(filesystem, first_seed + rounds % 5)
-        report = await all_hit(filesystem, blocks)
-        assert (report.missing, report.corrupt) == (0, 0)
+        # As many as the nodes hold without evicting anything.
+        blocks = make_blocks(BLOCKS, seed=first_seed + rounds % 30, shape=SHAPE, run=64)
+        report = await filesystem.put(blocks.items, SHAPE, blocks.data, deadline_ms=DEADLINE_MS)
+        assert report.acked + report.already == BLOCKS
+        assert (await all_hit(filesystem, blocks)).corrupt == 0
+        new += report.acked
         rounds += 1
-    return rounds
+    return new
 
 
 # -- Outages ---------------------------------------------------------------------------------------------------------
 
 
 async def test_an_etcd_that_hangs_for_longer_than_every_lease_changes_nothing(
-    etcd: EtcdProcess, filesystem: FileSystem, store: EtcdStore, caplog: pytest.LogCaptureFixture
+    etcd: EtcdProcess, filesystem: FileSystem, store: EtcdStore, changes: Callable[[], int],
+    caplog: pytest.LogCaptureFixture
 ) -> None:
     etcd.signal(signal.SIGSTOP)
-    assert await put_and_get_for(filesystem, OUTAGE_S, 100) > 3
+    assert await put_and_get_for(filesystem, OUTAGE_S, 100) > 3 * BLOCKS
     assert filesystem.health.readable() == list(range(12))
     with pytest.raises(EtcdUnavailable, match="it does not answer"):
         await store.read()
@@ -114,17 +126,18 @@ async def test_an_etcd_that_hangs_for_longer_than_every_lease_changes_nothing(
     assert await came_true(lambda: "answers again" in caplog.text, 60)
     held = await store.read()
     await change(store, held.map.with_address(11, held.map.places[10].address))
-    assert await came_true(lambda: filesystem.counters.get("places_changed") == 1)
+    assert await came_true(lambda: changes() == 1)
     assert await came_true(lambda: filesystem.health.readable() == list(range(11)))
 
 
 async def test_a_killed_etcd_changes_nothing_and_a_change_after_its_restart_is_seen(
     etcd: EtcdProcess, cluster: ServedCluster, filesystem: FileSystem, store: EtcdStore,
+    changes: Callable[[], int],
     caplog: pytest.LogCaptureFixture
 ) -> None:
     blocks = await stored(filesystem, 200)
     etcd.kill()
-    assert await put_and_get_for(filesystem, OUTAGE_S, 201) > 3
+    assert await put_and_get_for(filesystem, OUTAGE_S, 201) > 3 * BLOCKS
     assert "going on with the last map" in caplog.text
     cluster.of(11).kill()
     assert (await all_hit(filesystem, blocks)).blocks == BLOCKS
@@ -137,13 +150,13 @@ async def test_a_killed_etcd_changes_nothing_and_a_change_after_its_restart_is_s
         assert held.map.version == 1
         await change(store, held.map.with_address(11, elsewhere.address))
         await back_to(filesystem, 12)
-        assert filesystem.counters.get("places_changed") == 1
+        assert changes() == 1
         assert elsewhere.running
         # A second change comes by the new watch, long before the map would be read again anyhow.
         held = await store.read()
         began = time.monotonic()
         await change(store, held.map.with_address(11, f"unix:{cluster.root}/nowhere"))
-        assert await came_true(lambda: filesystem.counters.get("places_changed") == 2)
+        assert await came_true(lambda: changes() == 2)
         assert time.monotonic() - began < 10
         assert await came_true(lambda: filesystem.health.readable() == list(range(11)))
         await all_hit(filesystem, blocks)
@@ -163,7 +176,8 @@ async def leases(store: EtcdStore, count: int) -> set[str]:
 
 
 async def test_a_server_that_is_killed_loses_its_lease_and_stays_in_the_map(
-    cluster: ServedCluster, store: EtcdStore, filesystem: FileSystem
+    cluster: ServedCluster, store: EtcdStore, filesystem: FileSystem,
+    changes: Callable[[], int]
 ) -> None:
     await leases(store, 12)
     before = await store.read()
@@ -173,7 +187,7 @@ async def test_a_server_that_is_killed_loses_its_lease_and_stays_in_the_map(
     cluster.of(10).start()
     await leases(store, 12)
     await back_to_health(filesystem)
-    assert filesystem.counters.get("places_changed") == 0
+    assert changes() == 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
@@ -224,7 +238,8 @@ async def test_of_two_changes_at_once_one_is_refused(store: EtcdStore) -> None:
 
 
 async def test_what_is_no_later_map_of_this_cluster_is_not_followed(
-    etcd: EtcdProcess, store: EtcdStore, filesystem: FileSystem, caplog: pytest.LogCaptureFixture
+    etcd: EtcdProcess, store: EtcdStore, filesystem: FileSystem, changes: Callable[[], int],
+    caplog: pytest.LogCaptureFixture
 ) -> None:
     blocks = await stored(filesystem, 400)
     held = await store.read()
@@ -239,7 +254,7 @@ async def test_what_is_no_later_map_of_this_cluster_is_not_followed(
     await store.create(ClusterMap(other.version, "e" * 32, other.durability, other.root, other.node_capacity_bytes,
                                   other.extent_bytes, other.places))
     assert await came_true(lambda: "it is of cluster" in caplog.text, 60)
-    assert filesystem.counters.get("places_changed") == 0
+    assert changes() == 0
     await all_hit(filesystem, blocks)
     assert filesystem.health.readable() == list(range(12))
 
@@ -248,7 +263,8 @@ async def test_what_is_no_later_map_of_this_cluster_is_not_followed(
 
 
 async def test_a_replaced_node_is_filled_again_and_its_old_server_is_refused(
-    etcd: EtcdProcess, cluster: ServedCluster, store: EtcdStore, filesystem: FileSystem, tmp_path: Path
+    etcd: EtcdProcess, cluster: ServedCluster, store: EtcdStore, filesystem: FileSystem, tmp_path: Path,
+    changes: Callable[[], int]
 ) -> None:
     blocks = await stored(filesystem, 500)
     old, address = cluster.of(11), cluster.of(11).address
@@ -266,7 +282,7 @@ async def test_a_replaced_node_is_filled_again_and_its_old_server_is_refused(
     assert done["node_id"] != cluster.config.node_ids[11]
     again = (await asyncio.to_thread(run_process, *words, "--yes")).document()
     assert (again["node_id"], again["version"], again["changed"]) == (done["node_id"], 2, False)
-    assert await came_true(lambda: filesystem.counters.get("places_changed") == 1)
+    assert await came_true(lambda: changes() == 1)
 
     old.start()
     assert await came_true(lambda: "its nodes is" in str(_refusal(filesystem)), 40)
