@@ -20,11 +20,12 @@ TESTS ?= tests
 SEED ?= 1
 SECONDS ?= 600
 
-.PHONY: help set-up demo test lint types bench chaos clean
+.PHONY: help set-up etcd demo test lint types bench chaos clean
 
 help:
 	@echo 'make demo    a language model resumes a conversation from a store that lost two of twelve directories'
 	@echo 'make test    all tests'
+	@echo 'make etcd    fetch an etcd for the tests, where none is installed'
 	@echo 'make lint    ruff'
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   fetches and puts, as multiples of memcpy'
@@ -46,7 +47,17 @@ $(SET_UP):
 demo: $(SET_UP)
 	$(BIN)/kvstore demo
 
-test: $(SET_UP)
+# The etcd of the tests, where none is installed: Debian's package, unpacked and not installed. Its tests are skipped
+# where that does not work either.
+etcd: $(SET_UP)
+	@if ! command -v etcd >/dev/null && ! test -x $(VENV)/etcd/usr/bin/etcd && command -v apt-get >/dev/null; then \
+		mkdir -p $(VENV)/etcd; cd $(VENV)/etcd; \
+		{ apt-get download -qq etcd-server || { apt-get update -qq && apt-get download -qq etcd-server; }; } \
+			>apt.log 2>&1 && dpkg -x etcd-server_*.deb . \
+			|| echo 'etcd could not be fetched: its tests are skipped'; \
+	fi
+
+test: $(SET_UP) etcd
 	$(BIN)/python -m pytest $(TESTS)
 
 lint: $(SET_UP)
