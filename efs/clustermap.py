@@ -21,7 +21,7 @@ of an earlier incarnation is refused wherever it turns up. There is one group: t
 is where the tenants file is looked for, and on `upkeep_host` the lock and the notes of who looks after the store.
 
 *Servers* say where they listen and how they are, for as long as they hold their lease. That a lease ended makes a
-server suspect to whoever looks; it changes no map and no client's mind (docs/decisions/0010).
+server suspect to whoever looks; it changes no map and no client's mind (docs/decisions/0011).
 """
 
 from __future__ import annotations

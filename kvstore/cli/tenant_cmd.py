@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +21,9 @@ from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of,
 from kvstore.cli.session import with_filesystem
 from kvstore.cli.terminal import Json, human_bytes, table
 from kvstore.config import parse_size
-from kvstore.store import cluster_file, store_root
+from kvstore.store import store_root
 from kvstore.tenancy import Purged, purge_tenant, uses_of
-from kvstore.tenants import Tenant, add_tenant, find_tenant, list_tenants, rotate_tenant, set_quota
+from kvstore.tenants import Tenant, add_tenant, list_tenants, rotate_tenant, set_quota
 
 _HELP = """Tenants of a store: names whose blocks no other tenant can find.
 
@@ -162,15 +161,12 @@ def purge(
     terminal = terminal_of(context, as_json)
     if not yes:
         raise UsageMistake(f"purging tenant {name} removes all its blocks for good: say --yes")
-    url = url_of(config_of(context, store))
-    cluster = cluster_file(url)
-    root = os.path.dirname(os.path.abspath(cluster)) if cluster is not None else _root(context, store)
-    find_tenant(root, name)
 
     async def work(filesystem: FileSystem) -> Purged:
-        return await purge_tenant(filesystem, root, name, unless_empty=True)
+        assert filesystem.root is not None
+        return await purge_tenant(filesystem, filesystem.root, name, unless_empty=True)
 
-    done = with_filesystem(url, work)
+    done = with_filesystem(url_of(config_of(context, store)), work)
     left = list(done.report.missing)
     document: dict[str, Json] = {**_document(done.tenant), "dropped": done.report.dropped, "purge_pending": left}
     terminal.result(document, lambda console: console.print(
