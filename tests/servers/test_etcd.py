@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from efs.clustermap import ClusterMap, EtcdUrl
 from efs.errors import CorruptRecord, EtcdUnavailable, InvalidArgument, StoreNotFound
 from efs.etcd import EtcdStore, HeldMap
 from efs.fs import FileSystem
-from efs.limits import ETCD_CALL_MS, ETCD_LEASE_SECONDS
+from efs.limits import CLOSE_MS, ETCD_CALL_MS, ETCD_LEASE_SECONDS
 from kvstore.store import BlockingKVStore, KVStore
 from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, LATE_S, SHAPE, all_hit, back_to, back_to_health, stored
 from tests.support.blocks import make_blocks
@@ -207,6 +208,22 @@ async def test_a_store_is_not_opened_without_etcd_and_the_refusal_names_it(
         done = await asyncio.to_thread(run_process, *words)
         assert done.code == 8
         assert done.error_line.startswith(f"etcd at 127.0.0.1:{etcd.url.port}: it ")
+
+
+async def test_a_store_and_a_server_end_while_etcd_hangs(etcd: EtcdProcess, cluster: ServedCluster) -> None:
+    opened = await open_cluster(str(etcd.url))
+    await back_to_health(opened)
+    etcd.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    await opened.close()
+    assert time.monotonic() - began < CLOSE_MS / 1000 + LATE_S
+    assert (await asyncio.to_thread(cluster.of(10).terminate))[0] == 0
+
+
+def test_without_the_client_library_the_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aetcd", None)
+    with pytest.raises(InvalidArgument, match=r"install kvstore\[etcd\]"):
+        KVStore.blocking("etcd://127.0.0.1:1/x")
 
 
 # -- The map ---------------------------------------------------------------------------------------------------------
