@@ -318,6 +318,7 @@ class FileSystem:
             ids[node_index], paths[node_index] = node_id, path
             self._config = replace(self._config, node_ids=tuple(ids), node_paths=tuple(paths))
         self.health.note_replaced(node_index)
+        self._purger.note_replaced(node_index)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

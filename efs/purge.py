@@ -62,6 +62,11 @@ class Purger:
         """Tags that some node has not dropped yet, and these nodes."""
         return {tag: nodes for tag, nodes in self._tombstones.items() if nodes}
 
+    def note_replaced(self, node_index: int) -> None:
+        """A node has come into a place that may know of no purge: it is told before the next sweep. Written down only
+        with what comes of it, because every opening tells all nodes."""
+        self._tombstones = {tag: pending | {node_index} for tag, pending in self._tombstones.items()}
+
     async def purge(self, tags: Collection[bytes]) -> PurgeReport:
         """Purge these tags and finish what earlier purges have left. OpenFailed when the tombstones cannot be written,
         InvalidArgument when there are too many; then nothing was dropped."""

@@ -336,6 +336,18 @@ async def test_a_sweep_removes_what_a_purge_has_noted_and_not_reached(root: str,
 # -- The file --------------------------------------------------------------------------------------------------------
 
 
+async def test_a_node_that_comes_into_a_place_is_told_what_was_purged_before_the_next_sweep(root: str) -> None:
+    async with opened(root) as filesystem:
+        await filesystem.purge([ACME])
+        assert filesystem.purging == {}
+        filesystem.note_replaced(5, "a" * 32, "elsewhere")
+        assert filesystem.purging == {ACME: frozenset({5})}
+        assert (await filesystem.nodes())[5].state == "serving"
+        await filesystem.purge([])
+        assert filesystem.purging == {}
+    assert read_tombstones(SystemIo(), root) == {ACME: frozenset()}
+
+
 def test_tombstones_are_read_as_they_were_written(tmp_path: Path) -> None:
     root, tombstones = str(tmp_path), {ACME: frozenset({0, 11}), OTHER: frozenset[int]()}
     assert read_tombstones(SystemIo(), root) == {}
