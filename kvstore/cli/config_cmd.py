@@ -17,7 +17,7 @@ from kvstore.cli.failures import UsageMistake
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of
 from kvstore.cli.terminal import Json, table
 from kvstore.config import Config, Setting
-from kvstore.store import store_root
+from kvstore.store import cluster_of, store_root
 
 _HELP = """Show the settings in effect, each with its value and its source.
 
@@ -66,8 +66,8 @@ def _as_json(setting: Setting) -> Json:
 
 
 def _store_settings(effective: Config) -> list[Setting]:
-    """What the store at hand was made with; nothing when none is given or it is not there."""
-    if not effective.store:
+    """What the store at hand was made with; nothing when none is given, it is not there, or it is a cluster."""
+    if not effective.store or cluster_of(effective.store) is not None:
         return []
     root = store_root(effective.store)
     try:

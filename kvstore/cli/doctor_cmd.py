@@ -11,6 +11,7 @@ from kvstore.cli.failures import COULD_NOT_RUN
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of
 from kvstore.cli.terminal import table
 from kvstore.machine import Check, examine
+from kvstore.store import cluster_of
 
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -39,7 +40,9 @@ def doctor(
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)
-    chosen = directory or config_of(context, store).store or "."
+    url = config_of(context, store).store
+    own = url if url and cluster_of(url) is None else None
+    chosen = directory or own or "."
     checks = examine(Path(chosen))
     failed = any(check.status == "fail" for check in checks)
     terminal.result(

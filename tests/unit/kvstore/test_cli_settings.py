@@ -73,6 +73,14 @@ def test_config_without_a_store_on_disk_shows_what_there_is(tmp_path: Path) -> N
     assert "store" not in done.document()
 
 
+@pytest.mark.parametrize("url", ["etcd://127.0.0.1:2379/prod", "/nowhere/cluster.toml"])
+def test_settings_and_the_machine_are_shown_where_the_store_is_a_cluster(url: str) -> None:
+    done = run("config", "--json", store=url)
+    assert (done.code, "store" in done.document()) == (0, False)
+    found = run("doctor", "--json", store=url)
+    assert found.document()["directory"] == os.getcwd()
+
+
 # -- doctor ---------------------------------------------------------------------------------------------------------
 
 
