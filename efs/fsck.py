@@ -39,7 +39,7 @@ from efs.stripecheck import Judged, StripeCheck
 from efs.tablecheck import TableCheck
 
 SUSPICIONS_KEPT: Final = 1024
-RECHECK_MS: Final = 3_000
+RECHECK_MS: Final = 10_000
 RECHECK_PAUSE_MS: Final = 100
 TABLE_SHARE: Final = 0.2
 """Of the progress that is shown."""

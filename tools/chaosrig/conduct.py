@@ -25,7 +25,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from efs.extent import Geometry, SlotClass
@@ -157,7 +157,7 @@ class Conduct:
             for fault in episode.damages:
                 await self._hurt_without_owner(fault)
             await self._must_come_up()
-        await self._hold(episode)
+        await self._hold(episode, before)
         await self._relent(episode)
         relented = time.monotonic()
         await self._heal()
@@ -205,7 +205,8 @@ class Conduct:
                 self._violations.append(f"node replace ended with {run.code}: {run.error[-300:]}")
             self._see("replace").struck += 1
 
-    async def _hold(self, episode: Episode) -> None:
+    async def _hold(self, episode: Episode, before: Mapping[str, Mapping[str, int]]) -> None:
+        """As long as the episode says, and until its faults were met and their counters have shown it."""
         began = time.monotonic()
         for share in episode.kills:
             await asyncio.sleep(max(0.0, began + share * episode.hold_s - time.monotonic()))
@@ -215,7 +216,11 @@ class Conduct:
         await asyncio.sleep(max(0.0, began + episode.hold_s - time.monotonic()))
         wanted = {fault.kind for fault in self._armed}
         until = time.monotonic() + STRIKE_S
-        while not wanted <= set((await self._command("struck"))["kinds"]) and time.monotonic() < until:
+        while time.monotonic() < until:
+            raised = damage.raised(before, damage.counters(self._root))
+            shown = all(evidence(kind, raised) for kind in wanted | set(episode.kinds) & {"third"})
+            if shown and wanted <= set((await self._command("struck"))["kinds"]):
+                break
             await asyncio.sleep(0.1)
 
     async def _relent(self, episode: Episode) -> None:

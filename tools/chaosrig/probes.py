@@ -33,12 +33,12 @@ class LagProbes:
             began = time.monotonic()
             await asyncio.sleep(TICK_S)
             ended, before, waited = time.monotonic(), waited, _waited_for_a_core_s()
-            self._loop.append((ended, ended - began - TICK_S))
+            self._loop.append((ended, max(ended - began - TICK_S, waited - before)))
             self._held.append((ended, ended - began - TICK_S - (waited - before)))
 
     def lost_ms(self, since: float) -> float:
-        """By how much, all ticks since a monotonic moment together, the loop was late: time in which it could do
-        nothing for a call. The tick that is still waiting counts too."""
+        """By how much, all ticks since a monotonic moment together, the loop was late or waited for a core: time in
+        which it could do nothing for a call. The tick that is still waiting counts too."""
         return sum(lag for lag in _lags(self._loop, since) if lag > 0) * 1000
 
     def worst_ms(self, since: float) -> tuple[float, float]:
