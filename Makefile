@@ -20,10 +20,11 @@ TESTS ?= tests
 SEED ?= 1
 SECONDS ?= 600
 
-.PHONY: help set-up demo test lint types bench chaos clean
+.PHONY: help set-up demo cluster-demo test lint types bench chaos clean
 
 help:
 	@echo 'make demo    a language model resumes a conversation from a store that lost two of twelve directories'
+	@echo 'make cluster-demo    twelve servers and two engines; servers are stopped, killed, replaced'
 	@echo 'make test    all tests'
 	@echo 'make lint    ruff'
 	@echo 'make types   mypy --strict'
@@ -45,6 +46,9 @@ $(SET_UP):
 
 demo: $(SET_UP)
 	$(BIN)/kvstore demo
+
+cluster-demo: $(SET_UP)
+	$(BIN)/python -m tools.cluster_demo
 
 test: $(SET_UP)
 	$(BIN)/python -m pytest $(TESTS)
