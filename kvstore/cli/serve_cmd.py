@@ -67,11 +67,12 @@ def serve(
         str | None, typer.Option("--metrics", metavar="ADDRESS", help="tcp:HOST:PORT of /metrics and /healthz.")
     ] = None,
     log_format: Annotated[
-        str, typer.Option("--log-format", metavar="FORMAT", help="Of standard error: text or json.")
-    ] = "text",
+        str | None, typer.Option("--log-format", metavar="FORMAT", help="text or json.  [default: text]")
+    ] = None,
     log_level: Annotated[
-        str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
-    ] = "warning",
+        str | None,
+        typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.  [default: warning]"),
+    ] = None,
     mapped: Annotated[bool, typer.Option("--mapped/--no-mapped", help="Read slabs through memory maps.")] = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -87,8 +88,9 @@ def serve(
     page = None if metrics is None else parse_endpoint(metrics)
     if page is not None and page.path is not None:
         raise UsageMistake(f"--metrics {metrics}: must be tcp:HOST:PORT")
-    only = read_config(io, os.path.abspath(paths[0])).place.node_index if len(paths) == 1 else None
-    set_up_logs(log_format, log_level, only)
+    if log_format is not None or log_level is not None:
+        only = read_config(io, os.path.abspath(paths[0])).place.node_index if len(paths) == 1 else None
+        set_up_logs(log_format or "text", log_level or "warning", only)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve([os.path.abspath(path) for path in paths], endpoints, tokens, chosen, mapped, page,
                           terminal))

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import json
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from efs.osio import SystemIo
 from efs.remote import RemoteNode
 from efs.serving import serve_nodes
 from efs.statuspage import StatusPage
+from tests.support.cli import run, run_process
 from tests.support.faultio import FaultIo
 from tests.support.nodebox import NODE_ID, NODE_INDEX, PLACE, NodeBox
 from tests.support.records import LARGE, make_records
@@ -218,6 +220,26 @@ async def test_a_defect_of_the_page_is_an_answer_and_a_log_record(caplog: pytest
     async with bare_page(look) as address:
         assert (await fetch(address, "/metrics")).status == 500
     assert "in a way that it must not" in caplog.text
+
+
+@pytest.mark.parametrize(("words", "code", "why"), [
+    (["--metrics", "unix:x"], 2, "must be tcp:HOST:PORT"), (["--metrics", "9400"], 2, "must be unix:PATH or tcp"),
+    (["--log-format", "xml"], 2, "must be text or json"), (["--log-level", "loud"], 2, "debug, info, warning, error")])
+def test_what_cannot_be_meant_is_one_line(words: list[str], code: int, why: str, tmp_path: Path) -> None:
+    DirectoryNode.create(SystemIo(), str(tmp_path / "node"), PLACE, NODE_ID, 48 << 20)
+    outcome = run("node", "serve", str(tmp_path / "node"), "--listen", "unix:s", *words)
+    assert outcome.code == code
+    assert why in outcome.error_line
+
+
+def test_an_address_in_use_is_one_line_and_leaves_the_node_clean(tmp_path: Path) -> None:
+    with short_directory() as base, socket.create_server(("127.0.0.1", 0)) as taken:
+        DirectoryNode.create(SystemIo(), str(base / "node"), PLACE, NODE_ID, 48 << 20)
+        address = f"tcp:127.0.0.1:{taken.getsockname()[1]}"
+        outcome = run_process("node", "serve", str(base / "node"), "--listen", f"unix:{base}/s", "--metrics", address)
+        assert outcome.code == 8
+        assert address in outcome.error_line
+        assert not (base / "s").exists()
 
 
 # -- Processes -------------------------------------------------------------------------------------------------------
