@@ -20,10 +20,11 @@ TESTS ?= tests
 SEED ?= 1
 SECONDS ?= 600
 
-.PHONY: help set-up etcd demo test lint types bench chaos clean
+.PHONY: help set-up etcd demo cluster-demo test lint types bench chaos clean
 
 help:
 	@echo 'make demo    a language model resumes a conversation from a store that lost two of twelve directories'
+	@echo 'make cluster-demo    twelve servers and two engines; servers are stopped, killed, replaced'
 	@echo 'make test    all tests'
 	@echo 'make etcd    fetch an etcd for the tests, where none is installed'
 	@echo 'make lint    ruff'
@@ -56,6 +57,9 @@ etcd: $(SET_UP)
 			>apt.log 2>&1 && dpkg -x etcd-server_*.deb . \
 			|| echo 'etcd could not be fetched: its tests are skipped'; \
 	fi
+
+cluster-demo: $(SET_UP)
+	$(BIN)/python -m tools.cluster_demo
 
 test: $(SET_UP) etcd
 	$(BIN)/python -m pytest $(TESTS)

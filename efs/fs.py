@@ -301,8 +301,7 @@ class FileSystem:
             silent = NodeState.SUSPECT if state is NodeState.SERVING else state
             return NodeInfo(index, node_id, silent, 0, 0, 0, 0, 0, 0)
         own = info.state if state is NodeState.SERVING else state
-        return NodeInfo(info.node_index, info.node_id, own, info.capacity_bytes, info.live_bytes, info.extents_used,
-                        info.extents_total, info.records, info.unverified)
+        return replace(info, state=own)
 
     # -- places that change ---------------------------------------------------------------------------------------
 

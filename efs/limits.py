@@ -239,6 +239,12 @@ WIRE_LOST_MS: Final = 10_000.0
 """A connection that owes an answer for so long is given up by the client and made anew."""
 WIRE_WATCH_MS: Final = 500.0
 """How often connections are looked at for what takes too long."""
+STATUS_CONNECTIONS: Final = 32
+"""Connections to a server's status page at a time: a few monitoring systems, and a person."""
+STATUS_HEADER_BYTES: Final = 8 * KIB
+"""Head of a request for the status page."""
+STATUS_MS: Final = 5_000.0
+"""Life of such a connection, from being accepted to having taken its answer."""
 TOKEN_MIN_BYTES: Final = 16
 TOKEN_MAX_BYTES: Final = 4 * KIB
 NONCE_BYTES: Final = 32

@@ -21,7 +21,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from efs.errors import FormatUnsupported, InvalidArgument, OpenFailed
@@ -63,8 +63,12 @@ COUNTERS: tuple[str, ...] = (
     "remote_connected", "remote_lost", "remote_late",
     # changes of a cluster's map that a client went along with: places with another node or another address
     "places_changed",
+    # what a node's server sent of slots that readers asked for
+    "wire_reads", "wire_read_bytes",
 )
-
+NODE_COUNTERS: Final = tuple(name for name in COUNTERS if name != "node_mended"
+                             and (name.startswith(("node_", "wire_")) or name == "staged_reads"))
+"""Those that a node's own file counts; all others are counted by clients."""
 
 FILE_BYTES: Final = len(MAGIC) + WORD_BYTES * len(COUNTERS)
 _PLACES: Final[Mapping[str, int]] = {name: place for place, name in enumerate(COUNTERS)}
@@ -122,6 +126,10 @@ class CounterFile:
         """All counters by name."""
         return {name: self.get(name) for name in COUNTERS}
 
+    def nonzero(self, names: Sequence[str]) -> dict[str, int]:
+        """Those of some counters that have counted anything."""
+        return {name: count for name in names if (count := self.get(name))}
+
     def close(self) -> None:
         """Unmap the file. What is read or counted from here on is a private copy. A second call does nothing."""
         if self._mapping is not None:
@@ -164,23 +172,26 @@ def _map_counters(io: Io, fd: int, path: str, writable: bool) -> mmap.mmap | Non
 class CounterCollector:
     """Counters for prometheus-client: register it with a registry of your own (`registry.register(collector)`).
 
-    sources: what to put into the label `part` (such as "client" or a node's index), with a function that gives the
-    counters of that moment, usually `CounterFile.snapshot`. Each counter becomes `<prefix>_<name>_total`.
+    sources: the values of `labels`, with a function that gives the counters of that moment, usually
+    `CounterFile.snapshot`. names: which counters. Each becomes `<prefix>_<name>_total`.
     """
 
-    def __init__(self, sources: Mapping[str, Callable[[], Mapping[str, int]]], prefix: str = "efs") -> None:
+    def __init__(self, sources: Mapping[tuple[str, ...], Callable[[], Mapping[str, int]]], prefix: str = "efs", *,
+                 labels: Sequence[str] = ("part",), names: Sequence[str] = COUNTERS) -> None:
         self._sources = dict(sources)
         self._prefix = prefix
+        self._labels = tuple(labels)
+        self._names = tuple(names)
 
     def collect(self) -> Iterable[Metric]:
         # Importing prometheus_client takes 80 ms and fills its global registry: only who exports pays for that.
         from prometheus_client.core import CounterMetricFamily
 
-        snapshots = {part: snapshot() for part, snapshot in self._sources.items()}
-        for name in COUNTERS:
+        snapshots = {values: snapshot() for values, snapshot in self._sources.items()}
+        for name in self._names:
             family = CounterMetricFamily(
-                f"{self._prefix}_{name}", f"{name.replace('_', ' ')} since the store was made", labels=["part"]
+                f"{self._prefix}_{name}", f"{name.replace('_', ' ')} since the store was made", labels=self._labels
             )
-            for part, counters in snapshots.items():
-                family.add_metric([part], counters.get(name, 0))
+            for values, counters in snapshots.items():
+                family.add_metric(values, counters.get(name, 0))
             yield family

@@ -32,7 +32,7 @@ from efs.index import IndexEntry
 from efs.iothread import IoThread, pass_on
 from efs.limits import CLOSE_MS, MAX_KEYS_PER_CALL, STAMP_FLUSH_MS, STUCK_AT_CLOSE_MS
 from efs.lookups import Lookups
-from efs.metrics import CounterFile
+from efs.metrics import NODE_COUNTERS, CounterFile
 from efs.nodedir import (
     COUNTERS_FILE,
     NodeConfig,
@@ -195,6 +195,11 @@ class DirectoryNode:
         return self._guard.read_only is not None
 
     @property
+    def queued(self) -> int:
+        """Operations that wait for the node's threads or run on them."""
+        return self._guard.reader.queued + self._guard.writer.queued
+
+    @property
     def config(self) -> NodeConfig:
         return self._state.config
 
@@ -204,7 +209,7 @@ class DirectoryNode:
         allocator, config = self._state.allocator, self._state.config
         return NodeInfo(self.node_index, config.node_id, self._guard.state, config.plan.capacity_bytes,
                         allocator.live_bytes, allocator.extents_used, allocator.extents, allocator.live_slots,
-                        self._state.unverified)
+                        self._state.unverified, self._guard.counters.nonzero(NODE_COUNTERS))
 
     async def tenant_bytes(self, deadline: Deadline) -> Mapping[bytes, int]:
         """See the contract. Answered from memory."""

@@ -11,14 +11,17 @@ lost.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from efs.clock import Arrivals, Clock, Deadline
 from efs.errors import NodeReadOnly, NodeUnavailable
 from efs.index import IndexDamaged
 from efs.iothread import IoThread, QueueFull, Settle, ThreadClosed, answer, pass_on
 from efs.metrics import CounterFile
+
+_LOG: Final = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,6 +48,7 @@ class Guard:
         hung = self.reader.hung or self.writer.hung
         if hung and not self._was_suspect:
             self.counters.add("node_suspect")
+            _LOG.warning("node %d hangs", self.node_index, extra={"node": self.node_index})
         self._was_suspect = hung
         return hung
 
@@ -55,6 +59,8 @@ class Guard:
             return "closed"
         if self.suspect:
             return "suspect"
+        if self.index_lost:
+            return "index-lost"
         return "serving" if self.read_only is None else "read-only"
 
     def unavailable(self, why: str) -> NodeUnavailable:
@@ -82,6 +88,7 @@ class Guard:
         """Serve no more writes until the node is opened again."""
         if self.read_only is None:
             self.counters.add("node_read_only")
+            _LOG.error("node %d is read-only from now on: %s", self.node_index, why, extra={"node": self.node_index})
             self.read_only = why
 
     def require_room(self, thread: IoThread) -> None:

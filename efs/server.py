@@ -18,6 +18,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from efs.clock import Clock
@@ -44,6 +45,14 @@ def require_token(endpoint: Endpoint, tokens: Tokens) -> None:
         raise InvalidArgument(f"{endpoint} can be reached from other machines: that needs a token file")
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Connections to a node, and requests over them that are not answered yet."""
+
+    connections: int
+    in_flight: int
+
+
 class NodeServer:
     """A `SessionHost`. Belongs to the running loop."""
 
@@ -65,6 +74,11 @@ class NodeServer:
     @property
     def connections(self) -> int:
         return len(self._sessions)
+
+    def load(self, node_id: str) -> Load:
+        """What clients ask of a node just now."""
+        sessions = [session for session in self._sessions if session.node_id == node_id]
+        return Load(len(sessions), sum(session.in_flight for session in sessions))
 
     def listen(self, endpoint: Endpoint) -> Endpoint:
         """Listen at an address too; returns it with the port that was chosen. InvalidArgument for one that other

@@ -3,23 +3,30 @@
 It owns its directories as an embedding process does, with the same locks. Nothing listens before every node is open,
 and has dropped what was purged: a node keeps no note of that itself, so where its directory is below a store's root
 (ROOT/nodes/NN) the tombstones of the root are buried first (`efs/purge.py`).
-At the end no request is taken any more, those under way are answered, the nodes sync and mark themselves clean.
+At the end no request is taken any more, those under way are answered, the nodes sync and mark themselves clean. The
+status page (`efs/statuspage.py`), when there is one, says all that time that the server is draining.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Final
 
 from efs.background import Background
-from efs.clock import Clock
+from efs.clock import Clock, Deadline
 from efs.cluster import STORE_FILE, Durability
 from efs.clustermap import EtcdUrl
 from efs.endpoint import Endpoint
 from efs.errors import InvalidArgument, NodeUnavailable
 from efs.etcd import Registration
+from efs.exposition import NodeSample, ServerSample
 from efs.handshake import Tokens
+from efs.limits import INFO_DEADLINE_MS
 from efs.metrics import CounterFile
 from efs.node import DirectoryNode
 from efs.nodedir import COUNTERS_FILE, read_config
@@ -27,15 +34,65 @@ from efs.osio import Io
 from efs.purge import buried
 from efs.server import NodeServer, require_token
 from efs.session import ServedNode
+from efs.statuspage import StatusPage
 from efs.tombstones import read_tombstones
+from efs.types import NodeInfo
 
-Ready = Callable[[Sequence[ServedNode], Sequence[Endpoint]], None]
+_LOG: Final = logging.getLogger(__name__)
+
+Ready = Callable[[Sequence[ServedNode], Sequence[Endpoint], Endpoint | None], None]
+
+
+@dataclass(slots=True)
+class _Process:
+    """What is open so far."""
+
+    clock: Clock
+    nodes: list[DirectoryNode] = field(default_factory=list)
+    served: list[ServedNode] = field(default_factory=list)
+    counters: list[CounterFile] = field(default_factory=list)
+    server: NodeServer | None = None
+
+    async def look(self) -> ServerSample:
+        assert self.server is not None
+        samples = [await self._sample(self.server, node, served)
+                   for node, served in zip(self.nodes, self.served, strict=True)]
+        return ServerSample(samples, self.server.draining)
+
+    async def _sample(self, server: NodeServer, node: DirectoryNode, served: ServedNode) -> NodeSample:
+        try:
+            info = await node.info(Deadline.after_ms(self.clock, INFO_DEADLINE_MS))
+        except NodeUnavailable:
+            info = NodeInfo(node.node_index, served.node_id, "closed", node.config.plan.capacity_bytes, 0, 0, 0, 0, 0)
+        load = server.load(served.node_id)
+        return NodeSample(info, load.connections, load.in_flight, node.queued, served.counters.snapshot())
+
+    async def close_nodes(self) -> None:
+        await asyncio.gather(*(node.close() for node in self.nodes))
+
+    def close_counters(self) -> None:
+        for counted in self.counters:
+            counted.close()
+
+    async def open(self, path: str, io: Io, durability: Durability, mapped: bool) -> None:
+        config = read_config(io, path)
+        if config.node_id in [other.node_id for other in self.served]:
+            raise InvalidArgument(f"{path}: node {config.node_id} is named twice")
+        counted = CounterFile.open(f"{path}/{COUNTERS_FILE}", writable=True, io=io)
+        self.counters.append(counted)
+        node = await DirectoryNode.open(path, config.place, io, self.clock, counters=counted, mapped=mapped,
+                                        durability=durability)
+        self.nodes.append(node)
+        await _bury_purged(io, node, path, self.clock)
+        self.served.append(ServedNode(node, config.place.cluster_id, config.node_id, durability, counted))
+        _LOG.info("%s is open", path, extra={"node": node.node_index})
 
 
 async def serve_nodes(paths: Sequence[str], endpoints: Sequence[Endpoint], *, io: Io, clock: Clock, tokens: Tokens,
                       durability: Durability, mapped: bool, ready: Ready, stop: asyncio.Event,
-                      register: EtcdUrl | None = None) -> None:
-    """Serve until `stop` is set. `ready` is called once, with the nodes and the addresses as they are.
+                      register: EtcdUrl | None = None, metrics: Endpoint | None = None) -> None:
+    """Serve until `stop` is set. metrics: where the status page listens. `ready` is called once, with the nodes, the
+    addresses as they are, and that of the status page.
 
     register: the cluster in etcd to which the nodes belong; there it is said that they are served.
 
@@ -43,36 +100,26 @@ async def serve_nodes(paths: Sequence[str], endpoints: Sequence[Endpoint], *, io
     """
     for endpoint in endpoints:
         require_token(endpoint, tokens)
-    nodes: list[DirectoryNode] = []
-    counters: list[CounterFile] = []
-    try:
-        served: list[ServedNode] = []
+    process = _Process(clock)
+    page = StatusPage(process.look)
+    async with AsyncExitStack() as stack:  # What was pushed last ends first.
+        stack.callback(process.close_counters)
+        stack.push_async_callback(page.close)
+        stack.push_async_callback(process.close_nodes)
         for path in paths:
-            config = read_config(io, path)
-            if config.node_id in [other.node_id for other in served]:
-                raise InvalidArgument(f"{path}: node {config.node_id} is named twice")
-            counted = CounterFile.open(f"{path}/{COUNTERS_FILE}", writable=True, io=io)
-            counters.append(counted)
-            node = await DirectoryNode.open(path, config.place, io, clock, counters=counted, mapped=mapped,
-                                            durability=durability)
-            nodes.append(node)
-            await _bury_purged(io, node, path, clock)
-            served.append(ServedNode(node, config.place.cluster_id, config.node_id, durability, counted))
-        server = NodeServer(served, io, clock, tokens)
-        background = Background()
-        try:
-            addresses = [server.listen(endpoint) for endpoint in endpoints]
-            ready(served, addresses)
-            if register is not None:
-                background.start("lease", Registration(register, served, list(map(str, addresses)), clock).run)
-            await stop.wait()
-        finally:
-            await background.close()
-            await server.close()
-    finally:
-        await asyncio.gather(*(node.close() for node in nodes))
-        for counted in counters:
-            counted.close()
+            await process.open(path, io, durability, mapped)
+        process.server = NodeServer(process.served, io, clock, tokens)
+        stack.push_async_callback(process.server.close)
+        addresses = [process.server.listen(endpoint) for endpoint in endpoints]
+        ready(process.served, addresses, None if metrics is None else await page.listen(io, metrics))
+        if register is not None:
+            background = Background()
+            stack.push_async_callback(background.close)
+            lease = Registration(register, process.served, list(map(str, addresses)), clock)
+            background.start("lease", lease.run)
+        await stop.wait()
+        _LOG.info("told to end: requests under way are answered, nodes are closed")
+    _LOG.info("ended")
 
 
 async def _bury_purged(io: Io, node: DirectoryNode, path: str, clock: Clock) -> None:

@@ -158,6 +158,16 @@ class Session:
         """Whether a request is under way, or its answer is."""
         return bool(self._running) or self._stream.queued_bytes > 0
 
+    @property
+    def node_id(self) -> str | None:
+        """The node that its client was let in to."""
+        return None if self._served is None else self._served.node_id
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._running)
+
     def watch(self) -> None:
         """Close the connection when something takes too long: called now and then."""
         age_ms = (self._host.clock.monotonic() - self._began) * 1000
@@ -349,7 +359,8 @@ class Session:
 
     async def _read(self, node: Node, request_id: int, spans: Sequence[Span], deadline: Deadline) -> bytes:
         """Send the slots of all spans, a piece at a time."""
-        position = 0
+        assert self._served is not None
+        counters, position = self._served.counters, 0
         for parts in _pieces(spans):
             await self._stream.room(WIRE_SEND_QUEUE_BYTES)
             bodies = await slots_of(node, parts, deadline)
@@ -357,6 +368,8 @@ class Session:
             head = encode_frame(Kind.PIECE, request_id, encode_position(position), body_bytes=size)
             self._stream.send(head, *(body.data for body in bodies))
             position += size
+            counters.add("wire_read_bytes", size)
+        counters.add("wire_reads")
         return b""
 
 

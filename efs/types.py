@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -59,7 +59,8 @@ class PutReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A node's identity and fill. Sizes in bytes; `live_bytes` counts slots that hold a record."""
+    """A node's identity and fill. Sizes in bytes; `live_bytes` counts slots that hold a record. counters: those of its
+    own that are not zero, by name; a node of another version may name others, one that is older names none."""
 
     node_index: int
     node_id: str
@@ -70,6 +71,7 @@ class NodeInfo:
     extents_total: int
     records: int
     unverified: int
+    counters: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,9 @@ MEMBERS: Final = {
     "HitPlan": "hit matched replay suffix",
     "KVStore": "blocking close config filesystem get_into match namespace nodes open put root",
     "Namespace": "bind chain generation group layout model parallel secret tenant tenant_tag weights",
-    "NodeInfo": "capacity_bytes extents_total extents_used live_bytes node_id node_index records state unverified",
+    "NodeInfo": (
+        "capacity_bytes counters extents_total extents_used live_bytes node_id node_index records state unverified"
+    ),
     "PutReport": "acked already at_risk failed why",
     "ReplayCost": "bounded exact snapshot",
     "Segment": "bytes name",
@@ -73,7 +75,7 @@ PARAMETERS: Final = {
     "Setting": "name, value, source, meaning",
     "NodeInfo": (
         "node_index, node_id, state, capacity_bytes, live_bytes, extents_used, extents_total, records, "
-        "unverified"
+        "unverified, counters="
     ),
     "Config.load": "path=, *, environ=, arguments=",
     "parse_size": "text, setting=",

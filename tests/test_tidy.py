@@ -29,8 +29,8 @@ ORDER: Final = {
         stream session server link remote cluster clusterfile clustermap etcd hedge pinning scratch
         target unitread examine fetch reader joining health ask pieces staging survey quota writer pace listing sweep
         findings indexprobe nodeview tenantcount storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
-        memory stripe mend rebuild repair progress scrub tombstones purge serving upkeep fs clusterfs replace
-        culprit fsckrepair
+        memory stripe mend rebuild repair progress scrub tombstones purge exposition statuspage serving upkeep fs
+        clusterfs replace culprit fsckrepair
     """,
     "kvstore": """
         config tenants tenancy buffers layout keys hit loopthread store benchwork bench benchserved connectors demo

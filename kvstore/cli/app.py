@@ -38,6 +38,7 @@ from kvstore.cli import (
     status_cmd,
     sweep_cmd,
     tenant_cmd,
+    top_cmd,
 )
 from kvstore.cli.failures import BROKEN_PIPE, keep_tracebacks_away, one_line, report
 from kvstore.cli.options import RootOptions, parse_assignment
@@ -46,6 +47,7 @@ ENTRY_POINT_GROUP = "kvstore.commands"
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
     init_cmd.register,
     status_cmd.register,
+    top_cmd.register,
     put_cmd.register,
     get_cmd.register,
     match_cmd.register,

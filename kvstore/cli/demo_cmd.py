@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.options import JsonOption, root_options, terminal_of
-from kvstore.store import store_root
+from kvstore.store import cluster_of, store_root
 
 _HELP = """Watch a real language model resume a conversation from erasure-coded blocks, with nodes removed and bytes
 flipped.
 
 Needs the extra `transformers` (pip install "kvstore[transformers]"). Everything happens in a directory of its own,
-which is removed at the end unless --keep is given. With --store the turns use that store, under keys of this run
-alone, and nothing in it is damaged; KVSTORE_STORE is not looked at. Exits non-zero when any step does not come out
-exactly as it must.
+which is removed at the end unless --keep is given. With --store the turns use that store or the cluster of that
+cluster.toml, under keys of this run alone, and nothing in it is damaged; KVSTORE_STORE is not looked at. Exits
+non-zero when any step does not come out exactly as it must.
 
 \b
 Examples:
@@ -45,7 +45,7 @@ def demo(
 
     terminal = terminal_of(context, as_json)
     url = store if store is not None else root_options(context).store
-    root = None if url is None else store_root(url)
-    report = run(workdir=workdir, keep=keep, store=root, turns=turns, remark=terminal.remark)
+    place = None if url is None else cluster_of(url) or store_root(url)
+    report = run(workdir=workdir, keep=keep, store=place, turns=turns, remark=terminal.remark)
     terminal.result(report.document(), lambda console: console.print(report.table()))
     return report.exit_code

@@ -76,7 +76,7 @@ def report(error: BaseException) -> int:
     return code
 
 
-class _OneLine(logging.Formatter):
+class OneLine(logging.Formatter):
     """A log record as one line; a traceback that hangs on it is reduced to its last line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -89,7 +89,7 @@ class _OneLine(logging.Formatter):
 def keep_tracebacks_away() -> None:
     """For the process entry: log records, and threads that die, end as one line on standard error too."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_OneLine())
+    handler.setFormatter(OneLine())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     threading.excepthook = _thread_died
     sys.unraisablehook = _unraisable

@@ -16,10 +16,12 @@ from efs.cluster import DURABILITIES, Durability
 from efs.clustermap import EtcdUrl, parse_etcd_url
 from efs.endpoint import Endpoint, parse_endpoint
 from efs.handshake import Tokens, read_token
+from efs.nodedir import read_config
 from efs.osio import SystemIo
 from efs.serving import serve_nodes
 from efs.session import ServedNode
 from kvstore.cli.failures import UsageMistake
+from kvstore.cli.logs import set_up_logs
 from kvstore.cli.options import JsonOption, config_of, terminal_of
 from kvstore.cli.terminal import Terminal
 
@@ -37,12 +39,17 @@ Slabs are read through memory maps, so a disk that fails to read ends the proces
 --register says in etcd that these nodes are served, for `kvstore cluster status`. The server runs the same while etcd
 is away, and clients do not ask for it.
 
+With --metrics a second, small HTTP server answers /metrics (Prometheus) and /healthz (200, or 503 and one line why
+not: read-only, hung, draining). It asks for no token and shows counters only, never data: name an address that other
+machines reach only if these may see them.
+
 Exit codes: 0 ended when told to; 2 wrong request; 8 could not run.
 
 \b
 Examples:
   kvstore node serve /var/lib/kv/nodes/03 --listen unix:/run/kv/03
   kvstore node serve /mnt/a/kv /mnt/b/kv --listen tcp:10.0.0.7:7411 --token-file /etc/kvstore/token
+  kvstore node serve /mnt/a/kv --listen unix:/run/kv/03 --metrics tcp:127.0.0.1:9411 --log-format json --log-level info
 """
 SHORT_HELP = "Serve node directories to clients."
 
@@ -63,6 +70,16 @@ def serve(
     register: Annotated[
         str | None, typer.Option("--register", metavar="URL", help="Hold a lease there: etcd://HOST:PORT/NAME.")
     ] = None,
+    metrics: Annotated[
+        str | None, typer.Option("--metrics", metavar="ADDRESS", help="tcp:HOST:PORT of /metrics and /healthz.")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--log-format", metavar="FORMAT", help="text or json.  [default: text]")
+    ] = None,
+    log_level: Annotated[
+        str | None,
+        typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.  [default: warning]"),
+    ] = None,
     mapped: Annotated[bool, typer.Option("--mapped/--no-mapped", help="Read slabs through memory maps.")] = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,24 +93,31 @@ def serve(
                     None if operator_token_file is None else read_token(io, operator_token_file))
     endpoints = [parse_endpoint(text, os.getcwd()) for text in listen]
     url = None if register is None else parse_etcd_url(register)
+    page = None if metrics is None else parse_endpoint(metrics)
+    if page is not None and page.path is not None:
+        raise UsageMistake(f"--metrics {metrics}: must be tcp:HOST:PORT")
+    if log_format is not None or log_level is not None:
+        only = read_config(io, os.path.abspath(paths[0])).place.node_index if len(paths) == 1 else None
+        set_up_logs(log_format or "text", log_level or "warning", only)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve([os.path.abspath(path) for path in paths], endpoints, tokens, chosen, mapped, url,
+        runner.run(_serve([os.path.abspath(path) for path in paths], endpoints, tokens, chosen, mapped, url, page,
                           terminal))
 
 
 async def _serve(paths: Sequence[str], endpoints: Sequence[Endpoint], tokens: Tokens, durability: Durability,
-                 mapped: bool, register: EtcdUrl | None, terminal: Terminal) -> None:
+                 mapped: bool, register: EtcdUrl | None, page: Endpoint | None, terminal: Terminal) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
-    def ready(served: Sequence[ServedNode], addresses: Sequence[Endpoint]) -> None:
-        where = ", ".join(map(str, addresses))
+    def ready(served: Sequence[ServedNode], addresses: Sequence[Endpoint], metrics: Endpoint | None) -> None:
+        where = ", ".join(map(str, addresses)) + (f", metrics at {metrics}" if metrics is not None else "")
         for path, one in zip(paths, served, strict=True):
             text = f"node {one.node.node_index} ({one.node_id}) of {path} is served at {where} by process {os.getpid()}"
             terminal.announce({"node": one.node.node_index, "node_id": one.node_id, "path": path, "pid": os.getpid(),
-                               "addresses": [str(address) for address in addresses]}, text)
+                               "addresses": [str(address) for address in addresses],
+                               "metrics": None if metrics is None else str(metrics)}, text)
 
     await serve_nodes(paths, endpoints, io=SystemIo(), clock=SystemClock(), tokens=tokens, durability=durability,
-                      mapped=mapped, ready=ready, stop=stop, register=register)
+                      mapped=mapped, ready=ready, stop=stop, register=register, metrics=page)

@@ -81,7 +81,7 @@ def status(
     with StoreView.open(root) as view:
         with terminal.progress("count blocks", 1.0) as advance:
             census = count_blocks(view, seconds, advance)
-        rows = _rows(view, census)
+        rows = node_rows(view, census)
         counters = _counters(view)
         owner = view.owner()
         document: dict[str, Json] = {
@@ -158,7 +158,8 @@ def _scaled(census: Census) -> Census:
     )
 
 
-def _rows(view: StoreView, census: Census) -> list[NodeRow]:
+def node_rows(view: StoreView, census: Census) -> list[NodeRow]:
+    """The twelve nodes as they lie on disk; live bytes are what the census counted."""
     readable = {node.node_index: node for node in view.views}
     problems = {problem.node: problem for problem in view.problems}
     running = "serving" if view.owner() is not None else "closed"

@@ -41,7 +41,7 @@ from kvstore.demo.model import load_model, prepare
 from kvstore.demo.source import MODEL_NAME
 from kvstore.demo.sparse import read_through
 from kvstore.keys import Namespace
-from kvstore.store import BlockingKVStore, KVStore, store_root
+from kvstore.store import BlockingKVStore, KVStore, cluster_of, store_root
 
 DEADLINE_MS = 30_000.0
 """Generous: a demonstration should come out the same on a slow disk."""
@@ -170,10 +170,15 @@ def _turn(engine: Engine, store: BlockingKVStore | None, request: RunRequest, pr
 
 
 def mended_shards(store: str | None) -> int:
-    """The store's counter of shards put right, from its file; 0 without a store."""
+    """The store's counter of shards put right, from its file; 0 without a store, and for a cluster whose counters are
+    in the memory of its clients."""
     if store is None:
         return 0
-    counters = CounterFile.open(os.path.join(store_root(store), COUNTERS_FILE), writable=False)
+    cluster = cluster_of(store)
+    path = os.path.join(store_root(store) if cluster is None else os.path.dirname(cluster), COUNTERS_FILE)
+    if cluster is not None and not os.path.lexists(path):
+        return 0
+    counters = CounterFile.open(path, writable=False)
     try:
         return counters.get("node_mended")
     finally:

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from efs.remote import RemoteNode
 from efs.shape import BlockShape
 from efs.types import GetReport
 from tests.support.blocks import Blocks, make_blocks
+from tests.support.cli import run_process
 from tests.support.servers import ServedCluster, short_directory
 from tests.support.waiting import came_true
 from tests.support.wireproxy import WireProxy
@@ -115,6 +117,25 @@ async def test_two_servers_killed_cost_no_hit_and_puts_fail_until_one_is_back(
     cluster.of(11).start()
     await back_to_health(filesystem)
     await all_hit(filesystem, blocks)
+
+
+async def test_top_shows_every_node_of_a_cluster_and_which_one_is_stopped(
+        cluster: ServedCluster, filesystem: FileSystem) -> None:
+    await stored(filesystem, seed=40)
+
+    def top() -> Any:
+        outcome = run_process("--json", "top", cluster.file, "--once", "--interval", "0.1")
+        assert outcome.code == 0, outcome.err
+        return outcome.document()
+
+    document = await asyncio.to_thread(top)
+    assert document["nodes_serving"] == 12
+    assert all(node["records"] > 0 and node["counters"]["node_put_records"] > 0 for node in document["nodes"])
+    assert all(node["puts_per_s"] == 0 and node["reads_per_s"] == 0 for node in document["nodes"])
+    cluster.of(9).signal(signal.SIGSTOP)
+    document = await asyncio.to_thread(top)
+    assert document["nodes_serving"] == 11
+    assert (document["nodes"][9]["state"], document["nodes"][9]["records"]) == ("suspect", None)
 
 
 async def test_a_stopped_server_costs_no_hit_and_is_used_again_when_it_goes_on(

@@ -223,7 +223,7 @@ def test_a_read_only_file_cannot_be_counted_in(path: str) -> None:
 def test_prometheus_sees_the_counters_of_every_part_at_collection_time() -> None:
     client, node = CounterFile.in_memory(), CounterFile.in_memory()
     registry = CollectorRegistry()
-    registry.register(CounterCollector({"client": client.snapshot, "0": node.snapshot}, prefix="kvstore"))
+    registry.register(CounterCollector({("client",): client.snapshot, ("0",): node.snapshot}, prefix="kvstore"))
     client.add("get_calls", 5)
     node.add("node_evicted", 2)
     for expected in (5.0, 6.0):

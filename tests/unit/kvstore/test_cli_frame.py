@@ -32,6 +32,7 @@ from tests.support.laidstore import LaidStore, lay_store, make_blocks
 COMMANDS = (
     "init",
     "status",
+    "top",
     "put",
     "get",
     "match",
