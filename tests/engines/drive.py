@@ -1,4 +1,4 @@
-"""One engine process: `python -m tests.engines.drive REQUEST.json ANSWER.json` runs rounds of prompts and writes what came.
+"""One engine process: `python -m tests.engines.drive REQUEST.json ANSWER.json` runs rounds of prompts and writes an answer.
 
 Request: {"model": directory, "settings": extra configuration or null (no store), "rounds": [[prompt, ...], ...],
 "new_tokens": n, "engine": more arguments of vLLM, "saved_blocks": n or null}. A prompt is a list of token ids. All

@@ -1,8 +1,9 @@
-"""Models for engine tests: small ones with random weights from a seed, written as files, and the demonstration's own."""
+"""Models for engine tests: small ones with random weights from a seed, and the demonstration's own; as files."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig
@@ -15,7 +16,7 @@ VOCABULARY = 512
 SEED = 11
 
 
-def make(name: str, root: Path) -> Path:
+def model_at(name: str, root: Path) -> Path:
     """The directory of a model; made there unless it is already."""
     if name == "smollm2":
         return prepare(gguf_path(), cache_root()).directory
@@ -28,7 +29,7 @@ def make(name: str, root: Path) -> Path:
     return place
 
 
-def _llama() -> torch.nn.Module:
+def _llama() -> Any:
     return Llama(LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.2,
@@ -36,17 +37,16 @@ def _llama() -> torch.nn.Module:
     ))
 
 
-def _gptoss() -> torch.nn.Module:
+def _gptoss() -> Any:
     return GptOssForCausalLM(GptOssConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, initializer_range=0.2, num_local_experts=4,
         num_experts_per_tok=2, sliding_window=128,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ))
 
 
-def _deepseek() -> torch.nn.Module:
+def _deepseek() -> Any:
     return DeepseekV3ForCausalLM(DeepseekV3Config(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2,

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
-from efs.errors import EfsError
 from kvstore.connectors.paged.counts import Counts
 from kvstore.connectors.paged.hits import Group, find_hit
 from kvstore.connectors.paged.jobs import LoadJob, LoadResult, SaveJob, Span, StepJobs, span_of
@@ -153,9 +152,9 @@ class Scheduling:
                 self._counts.add("match_failed_unreachable")
             else:
                 tokens = find_hit(self._table.groups, limit, self._table.align, partial(self._leading, store, hashes))
-        except EfsError as error:
+        except Exception as error:
             self._counts.add(f"match_failed_{reason_of(error)}")
-            _LOG.warning("the KV store did not answer: %s", error)
+            _LOG.warning("the KV store did not answer: %r", error)
         finally:
             with self._answered:
                 answer.tokens = tokens

@@ -91,6 +91,9 @@ class PageTransfers:
         result = LoadResult(job.request_id, ok=False)
         try:
             result = self._loaded(job)
+        except Exception:
+            self._counts.add("load_failed_unknown")
+            _LOG.exception("a load for %s failed", job.request_id)
         finally:
             if result.ok:
                 self._counts.add("loads")
@@ -175,8 +178,8 @@ class PageTransfers:
             self._counts.add("save_bytes", report.acked * chain.layout.block_bytes)
             self._counts.add("save_already_blocks", report.already)
             self._counts.add("save_failed_blocks", report.failed)
-        except EfsError as error:
-            _LOG.warning("blocks were not stored: %s", error)
+        except Exception as error:
+            _LOG.warning("blocks were not stored: %r", error)
             self._counts.add(f"save_failed_{reason_of(error)}")
             self._counts.add("save_failed_blocks", len(chain))
         finally:
