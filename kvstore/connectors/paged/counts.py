@@ -6,10 +6,11 @@
     load_ms                  time those loads took, waiting included
     load_failed_REASON       loads that failed, and were recomputed: missing, corrupt, unreachable, or the error's name
     match_failed_REASON      questions that failed, and counted as a miss
+    save_begun_blocks        blocks that were copied to be stored; later counted as one of the following three
     save_blocks, save_bytes  acknowledged blocks and their bytes
     save_already_blocks      blocks that the store had
-    save_dropped_blocks      blocks that were not even tried: the queue was full
     save_failed_blocks       blocks that the store did not acknowledge
+    save_dropped_blocks      blocks that were not even tried: the queue was full
     save_failed_REASON       puts that raised
     bypassed_REASON          requests that were left alone: lora, media, asked
 """

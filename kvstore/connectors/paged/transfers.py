@@ -155,6 +155,7 @@ class PageTransfers:
             for first, stop in page_runs(span.pages, max(1, self._settings.piece_bytes // block_bytes)):
                 room = self._reserve(stop - first, block_bytes)
                 self._counts.add("save_dropped_blocks", stop - first - room)
+                self._counts.add("save_begun_blocks", room)
                 if room:
                     blocks = group.pages.gather(span.pages[first : first + room])
                     self._saver.submit(partial(self._save, chain[first : first + room], blocks))

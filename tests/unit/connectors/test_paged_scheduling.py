@@ -39,7 +39,7 @@ class Request:
     lora_request: Any = None
     mm_features: Sequence[Any] = ()
     kv_transfer_params: Mapping[str, Any] | None = None
-    block_hashes: list[bytes] = field(default_factory=list)
+    block_hashes: Sequence[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.block_hashes = hashes(self.num_tokens // TOKENS)
@@ -132,7 +132,11 @@ def test_gains_below_the_threshold_are_computed() -> None:
 def test_a_slow_answer_is_asked_for_again_and_never_waited_for(rig: Rig) -> None:
     rig.put(6)
     answered = threading.Event()
-    rig.store.before = lambda verb: None if answered.wait(DEADLINE_S) else None
+
+    def wait(verb: str) -> None:
+        answered.wait(DEADLINE_S)
+
+    rig.store.before = wait
     request = Request("r", 160)
     assert rig.scheduling.matched(request, 0) is None
     assert rig.scheduling.matched(request, 0) is None

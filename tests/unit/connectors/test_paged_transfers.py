@@ -96,7 +96,12 @@ def test_saved_pages_come_back_into_other_pages(rig: Rig) -> None:
 
 def test_pages_may_change_as_soon_as_save_has_returned(rig: Rig) -> None:
     held = threading.Event()
-    rig.store.before = lambda verb: None if verb != "put" else (held.wait(20), None)[1]
+
+    def hold(verb: str) -> None:
+        if verb == "put":
+            held.wait(20)
+
+    rig.store.before = hold
     before = rig.page(3)
     rig.save(0, [3])
     rig.caches["a"][3] = 0
