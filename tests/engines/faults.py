@@ -52,8 +52,8 @@ class Faults:
         return injected
 
     def _kill_servers(self, count: int) -> None:
-        pids = sorted({pid for node in self._nodes() if (pid := written_pid(SystemIo(), str(node))) is not None})
-        for pid in pids[:count]:
+        pids = {pid for node in self._nodes() if (pid := written_pid(SystemIo(), str(node))) is not None}
+        for pid in sorted(pid for pid in pids if not _ended(pid))[:count]:
             os.kill(pid, signal.SIGKILL)
             assert eventually(partial(_ended, pid))
             self._injected += 1

@@ -47,13 +47,16 @@ def _gptoss() -> Any:
 
 
 def _deepseek() -> Any:
-    return DeepseekV3ForCausalLM(DeepseekV3Config(
+    config = DeepseekV3Config(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2,
         n_group=1, topk_group=1, kv_lora_rank=512, q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=128,
         v_head_dim=128, first_k_dense_replace=1, max_position_embeddings=4096, initializer_range=0.1,
         tie_word_embeddings=False,
-    ))
+    )
+    # transformers knows one way to choose experts and does not name it; vLLM reads these names.
+    config.update({"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
+    return DeepseekV3ForCausalLM(config)
 
 
 _MODELS = {"llama": _llama, "gptoss": _gptoss, "deepseek": _deepseek}

@@ -175,7 +175,9 @@ def test_gpt_oss_every_failure_is_recomputed_to_the_same_tokens(root: Path, mode
     # Three loads that all fail at block 7 are followed by loads of the seven blocks before it.
     assert missing["injected"] == 3
     assert missing["counts"]["load_failed_missing"] == 3
-    assert cached_of(missing) == [896, 896, 896]
+    # Or by what another one of the three has computed meanwhile.
+    assert set(cached_of(missing)) <= {896, 1280}
+    assert 896 in cached_of(missing)
     assert tokens_of(missing) == tokens_of(cold_three)
     assert degraded["injected"] == 1
     assert cached_of(degraded) == [896]
