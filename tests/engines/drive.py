@@ -3,10 +3,11 @@
 Request: {"model": directory, "settings": the connector's, or null for an engine without, "new_tokens": n, "engine":
 more arguments of vLLM, "rounds": [{"prompts": [[token, ...], ...], "before": [[action, argument ...], ...]}, ...]}.
 
-All prompts of a round run at once. Before each round its actions are taken (`tests/engines/faults.py`). After each
-round the engine's own prefix cache is emptied, which fails unless every page is free again. The process ends when all
-that was saved is stored. Answer: for each round {"outputs": [{"tokens", "cached", "first_token_s"}, ...], "counts":
-{...}, "injected": faults that happened in it}.
+All prompts of a round run at once, and then again, which the engine serves from its own prefix cache. Before each
+round its actions are taken (`tests/engines/faults.py`). After each round the engine's own prefix cache is emptied,
+which fails unless every page is free again. The process ends when all that was saved is stored. Answer: for each
+round {"outputs": [{"tokens", "cached", "first_token_s"}, ...], "again": [the same], "counts": {...}, "injected":
+faults that happened in it}.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ class Driver:
         for action, *arguments in before:
             self._faults.take(action, *arguments)
         outputs = self.generate(prompts, self._new_tokens)
+        again = self.generate(prompts, self._new_tokens)
         self._settle()
         assert self.llm.reset_prefix_cache(), "some pages are still held"
         counts = self._counted()
         new = {name: amount - self._counts.get(name, 0) for name, amount in counts.items()}
         self._counts = counts
-        return {"outputs": outputs, "counts": {name: amount for name, amount in new.items() if amount},
+        return {"outputs": outputs, "again": again, "counts": {name: amount for name, amount in new.items() if amount},
                 "injected": self._faults.end()}
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[dict[str, Any]]:
