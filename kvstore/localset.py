@@ -60,8 +60,7 @@ def start(root: str, capacity: int | None, *, environ: Mapping[str, str] | None 
         config = read_cluster(SystemIo(), file)
         begun = [_serve(root, config, nodes, environ) for nodes in _groups() if not _answer(config, nodes)]
         while not _answer(config, range(STRIPE_SHARDS)):
-            failed = [process for process in begun if process.poll() is not None]
-            if failed or time.monotonic() > until:
+            if any(_has_ended(pid) for pid in begun) or time.monotonic() > until:
                 raise ServersNotStarted(f"not every node of {root} is served: see {os.path.join(root, _LOG_FILE)}")
             time.sleep(_POLL_S)
     return file
@@ -103,15 +102,26 @@ def _make(root: str, capacity: int | None, environ: Mapping[str, str] | None) ->
         raise ServersNotStarted((done.stderr.strip().splitlines() or ["kvstore cluster init failed"])[-1])
 
 
-def _serve(root: str, config: ClusterConfig, nodes: Sequence[int],
-           environ: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+def _serve(root: str, config: ClusterConfig, nodes: Sequence[int], environ: Mapping[str, str] | None) -> int:
+    """The process id of a new server. It is spawned, not held: nothing here has to outlive the call."""
     paths = read_store_config(SystemIo(), root).node_paths
     words = ["node", "serve", *(os.path.join(root, paths[index]) for index in nodes), "--durability", config.durability]
     for index in nodes:
         words += ["--listen", str(config.endpoints[index])]
-    with open(os.path.join(root, _LOG_FILE), "ab") as log:
-        return subprocess.Popen(_command(*words), env=_without_settings(environ), stdin=subprocess.DEVNULL, stdout=log,
-                                stderr=log, start_new_session=True)
+    command = _command(*words)
+    log = os.path.join(root, _LOG_FILE)
+    return os.posix_spawn(
+        command[0], command, _without_settings(environ), setsid=True,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+    )
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitpid(pid, os.WNOHANG)[0] == pid
 
 
 def _without_settings(environ: Mapping[str, str] | None) -> dict[str, str]:

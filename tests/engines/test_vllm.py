@@ -215,7 +215,7 @@ def test_deepseek_goes_on_from_compressed_pages_of_sixteen_tokens(root: Path, mo
         {"prompts": [prompt]}, {"prompts": [prompt], "before": [["zero_page"]]},
     ], root).run("second")
 
-    # Compressed pages are computed with in another way than they are made, and the last bits differ. So what is compared
+    # Compressed pages are computed with in another way than they are made, so the last bits differ: what is compared
     # with is the engine's own prefix cache, which holds the same 496 tokens.
     assert cached_of(cold) == [0]
     assert [output["cached"] for output in cold["again"]] == [496]
