@@ -7,7 +7,7 @@ All prompts of a round run at once, and then again, which the engine serves from
 round its actions are taken (`tests/engines/faults.py`). After each round the engine's own prefix cache is emptied,
 which fails unless every page is free again. The process ends when all that was saved is stored. Answer: for each
 round {"outputs": [{"tokens", "cached", "first_token_s"}, ...], "again": [the same], "counts": {...}, "injected":
-faults that happened in it}.
+faults that happened in it, "preemptions": since the engine began}.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Driver:
         new = {name: amount - self._counts.get(name, 0) for name, amount in counts.items()}
         self._counts = counts
         return {"outputs": outputs, "again": again, "counts": {name: amount for name, amount in new.items() if amount},
-                "injected": self._faults.end()}
+                "injected": self._faults.end(), "preemptions": self._preempted()}
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[dict[str, Any]]:
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -72,6 +72,10 @@ class Driver:
             }
             for output in outputs
         ]
+
+    def _preempted(self) -> int:
+        """Since the engine began."""
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
     def _counted(self) -> dict[str, int]:
         return {metric.labels["what"]: int(metric.value) for metric in self.llm.get_metrics()
