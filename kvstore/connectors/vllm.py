@@ -176,7 +176,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._spaces = spaces
         self._store = LazyStore(_opener(self._settings), self._counts)
-        self._store.get()
+        self._store.open()
         self._transfers = PageTransfers(self._store, spaces, self._settings, self._counts)
 
     def _page_spaces(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[PageSpace, ...]:
@@ -240,15 +240,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        ranks = [found.namespaces for _, found in sorted(metadata.items()) if isinstance(found, KVStoreHandshake)]
+        specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
+        ranks = [found.namespaces for _, found in sorted(metadata.items())
+                 if isinstance(found, KVStoreHandshake) and len(found.namespaces) == len(specs)]
         world = self._vllm_config.parallel_config.world_size
         if not self._active or len(ranks) != world:
             _LOG.warning("the KV store is not used: %d of %d workers can", len(ranks), world)
             return
+        groups = [_group_of(spec) for spec in specs]
         align, hash_tokens = resolve_kv_cache_block_sizes(self._kv_cache_config, self._vllm_config)
         self._store = LazyStore(_opener(self._settings), self._counts)
-        self._store.get()
-        groups = [_group_of(group.kv_cache_spec) for group in self._kv_cache_config.kv_cache_groups]
+        self._store.open()
         table = SpaceTable(tuple(group for group in groups if group is not None), tuple(ranks), hash_tokens, align)
         self._scheduling = Scheduling(self._store, table, self._settings, self._counts)
 

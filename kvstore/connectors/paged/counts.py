@@ -5,7 +5,8 @@
     load_bytes, loads        verified bytes put into pages; loads that succeeded
     load_ms                  time those loads took, waiting included
     load_failed_REASON       loads that failed, and were recomputed: missing, corrupt, unreachable, or the error's name
-    match_failed_REASON      questions that failed, and counted as a miss
+    match_failed_REASON      questions that failed, and counted as a miss; late: not answered by the deadline
+    store_not_opened         attempts to open the store that failed
     save_begun_blocks        blocks that were copied to be stored; later counted as one of the following three
     save_blocks, save_bytes  acknowledged blocks and their bytes
     save_already_blocks      blocks that the store had

@@ -1,8 +1,8 @@
-"""A connector's way to the store: opened when first used, given up for a while when that fails, never an exception.
+"""A connector's way to the store: opened at the start, tried again in the background, never waited for.
 
-`LazyStore.get` gives the open store or None. A store that could not be opened is tried again after REOPEN_AFTER_S, by
-whoever asks then; others get None meanwhile. Nodes that go away are the store's own business: it reads around them and
-connects again by itself. `Worker` is a daemon thread that takes jobs from a queue; what a job raises is counted and
+`LazyStore.get` gives the open store or None at once, and raises nothing. While there is none, somebody who asks
+REOPEN_AFTER_S after the last attempt has a thread try again. Nodes that go away are the store's own business: it reads
+around them and connects again by itself. `Worker` is a daemon thread that takes jobs from a queue; what a job raises is
 logged, and does not end it.
 """
 
@@ -46,20 +46,41 @@ class LazyStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._store: BlockStore | None = None
+        self._opening = False
         self._not_before = float("-inf")
         self._closed = False
+
+    def open(self) -> None:
+        """Open it and wait for that. Failing is counted and logged."""
+        with self._lock:
+            if self._opening or self._closed or self._store is not None:
+                return
+            self._opening = True
+        self._open()
 
     def get(self) -> BlockStore | None:
         """The open store; None while there is none."""
         with self._lock:
-            if self._store is None and not self._closed and self._clock() >= self._not_before:
-                try:
-                    self._store = self._opener()
-                except (EfsError, OSError) as error:
-                    self._not_before = self._clock() + REOPEN_AFTER_S
-                    self._counts.add("store_not_opened")
-                    _LOG.warning("the KV store cannot be opened, going on without it: %s", error)
-            return self._store
+            if self._store is not None or self._closed or self._opening or self._clock() < self._not_before:
+                return self._store
+            self._opening = True
+        threading.Thread(target=self._open, name="kvstore-open", daemon=True).start()
+        return None
+
+    def _open(self) -> None:
+        opened: BlockStore | None = None
+        try:
+            opened = self._opener()
+        except Exception as error:
+            self._counts.add("store_not_opened")
+            _LOG.warning("the KV store cannot be opened, going on without it: %s", error)
+        with self._lock:
+            self._opening = False
+            self._not_before = self._clock() + REOPEN_AFTER_S
+            if not self._closed:
+                self._store, opened = opened, None
+        if opened is not None:
+            opened.close()
 
     def close(self) -> None:
         with self._lock:

@@ -1,9 +1,10 @@
 """The scheduling side of a connector: what of a request is stored, what to load into which pages, what to save.
 
-For each request the engine asks how many tokens behind its own cached prefix the store has (`matched`), allocates pages
-(`allocated`), and for every step takes the jobs of that step (`step`). Questions to the store are asked on a thread of
-its own; the first call for a request waits FIRST_WAIT_S for the answer, later ones not at all, and None means "ask
-again". The answer is kept until pages are allocated, together with how much of the prefix the engine had then.
+For each request the engine asks how many tokens behind its own cached prefix the store has (`matched`), allocates
+pages (`allocated`), and for every step takes the jobs of that step (`step`). Questions to the store are asked on a
+thread of its own; the first call for a request waits FIRST_WAIT_S for the answer, later ones not at all, and None
+means "ask again". A question that is not answered by the deadline of a match counts as a miss. The answer is kept
+until pages are allocated, together with how much of the prefix the engine had then.
 
 *A promise that is not kept.* A load that fails is told with the number of tokens up to which the prefix was still good.
 The request is then computed from its beginning or, once, from a shorter load: the second answer is bounded by that
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,8 +70,9 @@ class SpaceTable:
 
 @dataclass(slots=True)
 class _Answer:
-    """What the store has of a request's prefix; None until it has said."""
+    """What the store has of a request's prefix; None until it has said. It counts until `give_up_at`."""
 
+    give_up_at: float
     tokens: int | None = None
 
 
@@ -118,13 +121,18 @@ class Scheduling:
             return 0
         answer = followed.answer
         if answer is None:
-            answer = followed.answer = self._ask(request, limit)
+            asked = answer = followed.answer = self._ask(request, limit)
             with self._answered:
-                self._answered.wait_for(lambda: answer.tokens is not None, FIRST_WAIT_S)
-        if answer.tokens is None:
-            return None
-        followed.saved_tokens = max(followed.saved_tokens, answer.tokens)
-        gain = answer.tokens - local_tokens
+                self._answered.wait_for(lambda: asked.tokens is not None, FIRST_WAIT_S)
+        tokens = answer.tokens
+        if tokens is None:
+            if time.monotonic() < answer.give_up_at:
+                return None
+            self._counts.add("match_failed_late")
+            tokens = 0
+            followed.answer = _Answer(answer.give_up_at, tokens)
+        followed.saved_tokens = max(followed.saved_tokens, tokens)
+        gain = tokens - local_tokens
         return gain if gain > 0 and gain >= self._settings.min_tokens else 0
 
     def _limit(self, followed: _Followed) -> int:
@@ -136,7 +144,7 @@ class Scheduling:
         return max(0, known - known % self._table.align)
 
     def _ask(self, request: EngineRequest, limit: int) -> _Answer:
-        answer = _Answer()
+        answer = _Answer(time.monotonic() + self._settings.config.match_deadline_ms / 1000)
         hashes = tuple(request.block_hashes[: limit // self._table.hash_tokens])
         self._turn = (self._turn + 1) % MATCHERS
         with self._answered:

@@ -56,7 +56,9 @@ class Rig:
         self.store = MemoryBlockStore()
         self.counts = Counts()
         table = SpaceTable((FULL, WINDOW), RANKS, TOKENS, TOKENS)
-        self.scheduling = Scheduling(LazyStore(lambda: self.store, self.counts), table,
+        link = LazyStore(lambda: self.store, self.counts)
+        link.open()
+        self.scheduling = Scheduling(link, table,
                                      read_settings({"store": "cluster.toml", **more}, environ={}), self.counts)
         self.pages: dict[str, Sequence[Sequence[int]]] = {}
 
@@ -142,6 +144,25 @@ def test_a_slow_answer_is_asked_for_again_and_never_waited_for(rig: Rig) -> None
     assert rig.scheduling.matched(request, 0) is None
     answered.set()
     assert rig.matched(request) == 96
+
+
+def test_an_answer_that_does_not_come_by_the_deadline_is_a_miss() -> None:
+    rig = Rig(match_deadline_ms=50)
+    rig.put(6)
+    held = threading.Event()
+
+    def wait(verb: str) -> None:
+        held.wait(DEADLINE_S)
+
+    rig.store.before = wait
+    request = Request("r", 160)
+    assert rig.matched(request) == 0
+    assert rig.counts.total["match_failed_late"] == 1
+    held.set()
+    assert rig.matched(request) == 0
+    rig.allocated(request, 0)
+    assert rig.matched(request) == 96
+    rig.scheduling.close()
 
 
 def test_a_load_brings_all_of_full_groups_and_the_window_of_the_others(rig: Rig) -> None:

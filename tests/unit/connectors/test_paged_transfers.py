@@ -36,7 +36,7 @@ def settings_of(**more: object) -> PagedSettings:
 class Rig:
     """A worker with one group of two layers."""
 
-    def __init__(self, **more: object) -> None:
+    def __init__(self, *, refuse: bool = False, **more: object) -> None:
         self.store = MemoryBlockStore()
         self.counts = Counts()
         self.caches = {
@@ -46,8 +46,9 @@ class Rig:
         pages = group_pages(self.caches, ["a", "b"], pages=PAGES, block_tokens=TOKENS, kind="test")
         self.space = PageSpace(Namespace("m", "w", pages.layout), pages)
         self.opened = 0
-        self.refuse = False
         self.link = LazyStore(self.open, self.counts)
+        self.refuse = refuse
+        self.link.open()
         self.transfers = PageTransfers(self.link, [self.space], settings_of(**more), self.counts)
 
     def open(self) -> BlockStore:
@@ -165,24 +166,42 @@ def test_whatever_a_store_raises_a_load_ends(rig: Rig, error: Exception) -> None
     assert sum(amount for name, amount in rig.counts.total.items() if name.startswith("load_failed")) == 1
 
 
-def test_a_store_that_cannot_be_opened_is_tried_again_only_after_a_while() -> None:
+def test_a_store_that_cannot_be_opened_is_tried_again_after_a_while_by_a_thread_of_its_own() -> None:
     rig = Rig()
     now = [0.0]
-    rig.link = LazyStore(rig.open, rig.counts, clock=lambda: now[0])
-    rig.refuse = True
-    assert rig.link.get() is None
-    assert rig.link.get() is None
+    link = LazyStore(rig.open, rig.counts, clock=lambda: now[0])
+    rig.refuse, rig.opened = True, 0
+    link.open()
+    assert link.get() is None
     assert rig.opened == 1
+    assert rig.counts.total["store_not_opened"] == 1
     rig.refuse = False
     now[0] = REOPEN_AFTER_S
-    assert rig.link.get() is rig.store
+    assert eventually(lambda: link.get() is rig.store)
     assert rig.opened == 2
+    link.close()
+    assert link.get() is None
+    rig.transfers.close()
+
+
+def test_a_store_that_takes_long_to_open_is_not_waited_for() -> None:
+    rig = Rig()
+    held = threading.Event()
+
+    def slow() -> BlockStore:
+        held.wait(20)
+        return rig.store
+
+    link = LazyStore(slow, rig.counts)
+    assert link.get() is None
+    assert link.get() is None
+    held.set()
+    assert eventually(lambda: link.get() is rig.store)
     rig.transfers.close()
 
 
 def test_a_store_that_is_not_there_fails_loads_and_saves_but_nothing_else() -> None:
-    rig = Rig()
-    rig.refuse = True
+    rig = Rig(refuse=True)
     assert not rig.load(0, [5]).ok
     rig.save(0, [5])
     assert eventually(lambda: rig.counts.total.get("save_failed_blocks") == 1)
