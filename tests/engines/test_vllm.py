@@ -239,3 +239,15 @@ def test_llama_preempted_requests_load_and_save_and_leave_no_page_behind(root: P
     # What follows differs in last bits without any store too: a preempted answer is computed anew as a prompt.
     assert [tokens[:16] for tokens in tokens_of(warm)] == [tokens[:16] for tokens in tokens_of(cold)]
     assert {len(tokens) for tokens in tokens_of(warm)} == {400}
+
+
+def test_llama_on_two_ranks_stores_and_loads_the_part_of_each(root: Path, models: Path) -> None:
+    model = model_at("llama", models)
+    prompt = some_tokens(1000, 31)
+    cold, warm = Engine(model, [{"prompts": [prompt]}, {"prompts": [prompt]}], root, several_processes=True,
+                        engine={"tensor_parallel_size": 2}).run("only")
+
+    assert cold["counts"]["save_blocks"] == 2 * 7
+    assert warm["counts"]["loads"] == 2
+    assert cached_of(warm) == [896]
+    assert tokens_of(warm) == tokens_of(cold)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("torch")
+with warnings.catch_warnings():
+    # vLLM's own, and its libraries': not for us to mend.
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm.v1.kv_cache_interface", exc_type=ImportError)
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    from kvstore.connectors.vllm import KVStoreConnector, _group_of, _unsupported
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
 
 from efs.errors import InvalidArgument
 from kvstore.connectors.paged.hits import Group
-from kvstore.connectors.vllm import KVStoreConnector, _group_of, _unsupported
 
 pytestmark = pytest.mark.engines
 
