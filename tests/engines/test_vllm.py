@@ -72,7 +72,8 @@ class Process:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if several_processes else "0",
+            "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if several_processes else "0",
         }
         with place.with_suffix(".log").open("wb") as log:
             self._process = subprocess.Popen(
