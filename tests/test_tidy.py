@@ -33,8 +33,8 @@ ORDER: Final = {
         clusterfs replace culprit fsckrepair
     """,
     "kvstore": """
-        config tenants tenancy buffers layout keys hit loopthread store benchwork bench benchserved connectors demo
-        machine traces cachemodels replayplan replay cli
+        config tenants tenancy buffers layout keys hit loopthread store localset benchwork bench benchserved connectors
+        demo machine traces cachemodels replayplan replay cli
     """,
     "gdr": """
         errors limits formats device cuda pinned pages counters timeline swapin prefix pagedcache runner sequence

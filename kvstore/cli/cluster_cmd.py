@@ -25,7 +25,7 @@ from efs.health import NodeState
 from efs.limits import STRIPE_SHARDS
 from efs.osio import SystemIo
 from efs.types import NodeInfo
-from kvstore.cli import place_cmd
+from kvstore.cli import localset_cmd, place_cmd
 from kvstore.cli.failures import NOT_ALL, UsageMistake
 from kvstore.cli.options import JsonOption, config_of, terminal_of
 from kvstore.cli.place_cmd import with_etcd
@@ -71,6 +71,8 @@ def register(app: typer.Typer) -> None:
         place_cmd.replace_node)
     cluster.command("move-node", help=place_cmd.MOVE, short_help="Give a node of the map another address.")(
         place_cmd.move_node)
+    cluster.command("start", help=localset_cmd.START, short_help="Start servers on this machine.")(localset_cmd.start)
+    cluster.command("stop", help=localset_cmd.STOP, short_help="End servers on this machine.")(localset_cmd.stop)
     app.add_typer(cluster)
 
 

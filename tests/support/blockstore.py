@@ -41,6 +41,9 @@ class MemoryBlockStore:
         self.faults = 0
         self._lock = threading.RLock()
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def namespace(self, *, model: str, weights: str, layout: BlockLayout, tenant: str | None = None) -> Namespace:
         return Namespace(model, weights, layout, tenant=tenant)
 

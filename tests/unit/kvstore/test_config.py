@@ -89,6 +89,7 @@ def test_the_stronger_source_wins_and_is_named(tmp_path: Path) -> None:
         "put_deadline_ms": (3, "argument"),
         "mapped": (True, f"file {file}"),
         "scrub": (False, "default"),
+        "bypass": (False, "default"),
         "capacity": (10_737_418_240, f"file {file}"),
         "durability": ("process", "default"),
         "extent_bytes": (None, "default"),

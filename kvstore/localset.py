@@ -1,0 +1,175 @@
+"""Servers for a store on this machine: started when somebody needs them, shared by everybody, and left running.
+
+`start` makes ROOT a store for node servers unless it is one, and sees to it that every node is served at its Unix
+socket, in PROCESSES processes of neighbouring nodes each: the loss of any one of them is survived. It may be called
+by any number of processes at once, and again at any time: a lock file beside ROOT lets one at a time look, and
+whatever already answers is left as it is. The servers are in sessions of their own and outlive who started them; they
+write to ROOT/servers.log. `stop` ends them cleanly, by the pids in the lock files of the node directories that are
+really locked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from efs.cluster import read_store_config
+from efs.clusterfile import CLUSTER_FILE, ClusterConfig, read_cluster
+from efs.errors import EfsError, InvalidArgument, Locked
+from efs.limits import STRIPE_SHARDS
+from efs.nodedir import OwnerLock
+from efs.osio import SystemIo
+
+PROCESSES: Final = 6
+"""Two nodes each: with one process gone ten nodes are left, which is enough for every read."""
+START_WAIT_S: Final = 60.0
+STOP_WAIT_S: Final = 30.0
+_POLL_S: Final = 0.02
+_LOG_FILE: Final = "servers.log"
+
+assert STRIPE_SHARDS % PROCESSES == 0
+
+
+class ServersNotStarted(EfsError):
+    """Servers of a local set did not come up, or did not end; the message says where to look."""
+
+    retryable = True
+
+
+def start(root: str, capacity: int | None, *, environ: Mapping[str, str] | None = None,
+          wait_s: float = START_WAIT_S) -> str:
+    """Path of ROOT's cluster.toml, all nodes of which answered. capacity: bytes of a new store, needed when there is
+    none.
+
+    ServersNotStarted, InvalidArgument (no store, and no capacity for one), and what `kvstore cluster init` refuses.
+    """
+    root = os.path.abspath(root)
+    until = time.monotonic() + wait_s
+    file = os.path.join(root, CLUSTER_FILE)
+    with _only_one(root, until):
+        if not os.path.exists(file):
+            _make(root, capacity, environ)
+        config = read_cluster(SystemIo(), file)
+        begun = [_serve(root, config, nodes, environ) for nodes in _groups() if not _answer(config, nodes)]
+        while not _answer(config, range(STRIPE_SHARDS)):
+            if any(_has_ended(pid) for pid in begun) or time.monotonic() > until:
+                raise ServersNotStarted(f"not every node of {root} is served: see {os.path.join(root, _LOG_FILE)}")
+            time.sleep(_POLL_S)
+    return file
+
+
+def stop(root: str, *, wait_s: float = STOP_WAIT_S) -> int:
+    """End the servers of ROOT's nodes; how many processes that were."""
+    root = os.path.abspath(root)
+    until = time.monotonic() + wait_s
+    with _only_one(root, until):
+        directories = [os.path.join(root, path) for path in read_store_config(SystemIo(), root).node_paths]
+        pids = {pid for directory in directories if (pid := _owner(directory)) is not None}
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        while any(_owner(directory) in pids for directory in directories):
+            if time.monotonic() > until:
+                raise ServersNotStarted(f"servers of {root} have not ended after {wait_s:g} s")
+            time.sleep(_POLL_S)
+    return len(pids)
+
+
+def _groups() -> list[range]:
+    size = STRIPE_SHARDS // PROCESSES
+    return [range(first, first + size) for first in range(0, STRIPE_SHARDS, size)]
+
+
+def _command(*words: str) -> list[str]:
+    return [sys.executable, "-c", "from kvstore.cli import main; main()", *words]
+
+
+def _make(root: str, capacity: int | None, environ: Mapping[str, str] | None) -> None:
+    if capacity is None:
+        raise InvalidArgument(f"there is no store at {root}, and no capacity is given to make one")
+    os.makedirs(os.path.dirname(root), exist_ok=True)
+    done = subprocess.run(_command("cluster", "init", root, "--listen", "unix", "--capacity", str(capacity)),
+                          env=_without_settings(environ), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ServersNotStarted((done.stderr.strip().splitlines() or ["kvstore cluster init failed"])[-1])
+
+
+def _serve(root: str, config: ClusterConfig, nodes: Sequence[int], environ: Mapping[str, str] | None) -> int:
+    """The process id of a new server. It is spawned, not held: nothing here has to outlive the call."""
+    paths = read_store_config(SystemIo(), root).node_paths
+    words = ["node", "serve", *(os.path.join(root, paths[index]) for index in nodes), "--durability", config.durability]
+    for index in nodes:
+        words += ["--listen", str(config.endpoints[index])]
+    command = _command(*words)
+    log = os.path.join(root, _LOG_FILE)
+    return os.posix_spawn(
+        command[0], command, _without_settings(environ), setsid=True,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+    )
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitpid(pid, os.WNOHANG)[0] == pid
+
+
+def _without_settings(environ: Mapping[str, str] | None) -> dict[str, str]:
+    """The environment of servers: settings of a client are not theirs."""
+    variables = os.environ if environ is None else environ
+    return {name: value for name, value in variables.items() if not name.startswith("KVSTORE_")}
+
+
+def _answer(config: ClusterConfig, nodes: Sequence[int]) -> bool:
+    """Whether somebody accepts connections for each of these nodes."""
+    for index in nodes:
+        path = config.endpoints[index].path
+        if path is None:
+            raise InvalidArgument(f"node {index} is not at a Unix socket: start its server by yourself")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(path)
+            except OSError:
+                return False
+    return True
+
+
+def _owner(directory: str) -> int | None:
+    """The process that owns a node directory now."""
+    try:
+        OwnerLock.take(SystemIo(), directory).release()
+    except Locked as error:
+        return error.pid
+    except EfsError:
+        return None
+    return None
+
+
+@contextmanager
+def _only_one(root: str, until: float) -> Iterator[None]:
+    """Hold ROOT.lock, which is left behind: who removes such a file lets two in."""
+    os.makedirs(os.path.dirname(root), exist_ok=True)
+    fd = os.open(f"{root}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ServersNotStarted(f"somebody else is starting servers of {root} and has not ended") from None
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,108 @@
+"""One engine process of a test: `python -m tests.engines.drive REQUEST.json ANSWER.json`.
+
+Request: {"model": directory, "settings": the connector's, or null for an engine without, "new_tokens": n, "engine":
+more arguments of vLLM, "rounds": [{"prompts": [[token, ...], ...], "before": [[action, argument ...], ...]}, ...]}.
+
+All prompts of a round run at once, and then again, which the engine serves from its own prefix cache. Before each
+round its actions are taken (`tests/engines/faults.py`). After each round the engine's own prefix cache is emptied,
+which fails unless every page is free again. The process ends when all that was saved is stored. Answer: for each
+round {"outputs": [{"tokens", "cached", "first_token_s"}, ...], "again": [the same], "counts": {...}, "injected":
+faults that happened in it, "preemptions": since the engine began}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+from tests.engines.faults import Faults
+
+WAIT_S = 60.0
+MOST_TOKENS = 4096
+
+
+def engine(request: dict[str, Any]) -> LLM:
+    connector = None
+    if request["settings"] is not None:
+        connector = KVTransferConfig(
+            kv_connector="KVStoreConnector", kv_connector_module_path="kvstore.connectors.vllm", kv_role="kv_both",
+            kv_load_failure_policy="recompute", kv_connector_extra_config=request["settings"],
+        )
+    arguments = {"max_model_len": MOST_TOKENS, "dtype": "bfloat16", "enforce_eager": True, **request.get("engine", {})}
+    return LLM(request["model"], skip_tokenizer_init=True, disable_log_stats=False, seed=0,
+               prefix_caching_hash_algo="sha256_cbor", kv_transfer_config=connector, **arguments)
+
+
+class Driver:
+    """An engine and what it has counted so far."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._new_tokens = request["new_tokens"]
+        self.llm = engine(request)
+        self._faults = Faults(self.llm, request["settings"])
+        self._counts: dict[str, int] = {}
+
+    def round(self, prompts: list[list[int]], before: list[list[Any]]) -> dict[str, Any]:
+        for action, *arguments in before:
+            self._faults.take(action, *arguments)
+        outputs = self.generate(prompts, self._new_tokens)
+        again = self.generate(prompts, self._new_tokens)
+        self._settle()
+        assert self.llm.reset_prefix_cache(), "some pages are still held"
+        counts = self._counted()
+        new = {name: amount - self._counts.get(name, 0) for name, amount in counts.items()}
+        self._counts = counts
+        return {"outputs": outputs, "again": again, "counts": {name: amount for name, amount in new.items() if amount},
+                "injected": self._faults.end(), "preemptions": self._preempted()}
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[dict[str, Any]]:
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "cached": output.num_cached_tokens,
+                "first_token_s": output.metrics.first_token_latency,
+            }
+            for output in outputs
+        ]
+
+    def _preempted(self) -> int:
+        """Since the engine began."""
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+    def _counted(self) -> dict[str, int]:
+        return {metric.labels["what"]: int(metric.value) for metric in self.llm.get_metrics()
+                if metric.name == "vllm:kvstore"}
+
+    def _settle(self) -> None:
+        """Wait until what was saved is stored or counted as lost: until counts stand still."""
+        until = time.monotonic() + WAIT_S
+        last: dict[str, int] | None = None
+        while time.monotonic() < until:
+            # Counts come with a step of the engine, so there has to be one.
+            self.generate([[1, 2, 3]], 1)
+            counts = self._counted()
+            if counts == last and counts.get("save_begun_blocks", 0) == sum(
+                    counts.get(name, 0) for name in ("save_blocks", "save_already_blocks", "save_failed_blocks")):
+                return
+            last = counts
+            time.sleep(0.05)
+        raise AssertionError(f"saves have not ended: {last}")
+
+
+def main() -> None:
+    request = json.loads(Path(sys.argv[1]).read_text())
+    driver = Driver(request)
+    answers = [driver.round(each["prompts"], each.get("before", [])) for each in request["rounds"]]
+    Path(sys.argv[2]).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

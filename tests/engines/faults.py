@@ -1,0 +1,134 @@
+"""What happens to an engine or its store between two rounds of a test, inside the engine's own process.
+
+Actions: `kill_servers` n: SIGKILL to n server processes of the local set (two nodes each). `kill_all`. `corrupt` n:
+every byte of the slabs of n nodes is turned over. `zero_page`: of every load the first page of each group is zeroed
+after it was filled. `fail_block` n: every fetch that covers block n of a sequence delivers only what is before it.
+`abort`: a request for the given prompt is aborted while its load is held back. Those that patch the connector end
+with the round and are counted: a test whose fault did not happen must fail.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+
+from efs.nodedir import written_pid
+from efs.osio import SystemIo
+from efs.types import GetReport
+from kvstore.connectors.paged.jobs import NO_PAGE, Span
+from kvstore.connectors.paged.transfers import PageTransfers
+from kvstore.store import BlockingKVStore
+from tests.support.waiting import eventually
+
+MOST_STEPS = 10_000
+
+
+class Faults:
+    """See the module docstring."""
+
+    def __init__(self, llm: LLM, settings: dict[str, Any] | None) -> None:
+        self._llm = llm
+        self._root = Path(settings["store"]) if settings else Path()
+        self._injected = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def take(self, action: str, *arguments: Any) -> None:
+        getattr(self, f"_{action}")(*arguments)
+
+    def end(self) -> int:
+        """Faults that happened since the last end; patches are taken back."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        injected, self._injected = self._injected, 0
+        return injected
+
+    def _kill_servers(self, count: int) -> None:
+        pids = {pid for node in self._nodes() if (pid := written_pid(SystemIo(), str(node))) is not None}
+        for pid in sorted(pid for pid in pids if not _ended(pid))[:count]:
+            os.kill(pid, signal.SIGKILL)
+            assert eventually(partial(_ended, pid))
+            self._injected += 1
+
+    def _kill_all(self) -> None:
+        self._kill_servers(len(self._nodes()))
+
+    def _nodes(self) -> list[Path]:
+        return sorted((self._root / "nodes").iterdir())
+
+    def _corrupt(self, count: int) -> None:
+        for node in self._nodes()[:count]:
+            for slab in (node / "slabs").iterdir():
+                with slab.open("r+b") as file:
+                    data = file.read()
+                    file.seek(0)
+                    file.write(bytes(byte ^ 0xFF for byte in data))
+                self._injected += 1
+
+    def _zero_page(self) -> None:
+        load = PageTransfers._load_span
+
+        def zeroed(transfers: PageTransfers, span: Span) -> None:
+            load(transfers, span)
+            page = next(page for page in span.pages if page != NO_PAGE)
+            with torch.inference_mode():
+                for rows in transfers._groups[span.group].pages._rows:
+                    rows[page].zero_()
+            self._injected += 1
+
+        self._patch(PageTransfers, "_load_span", zeroed)
+
+    def _fail_block(self, block: int) -> None:
+        fetch = BlockingKVStore.get_into
+
+        def failing(store: BlockingKVStore, chain: Any, out: Any, **more: Any) -> GetReport:
+            report = fetch(store, chain, out, **more)
+            at = block - chain.start
+            if not 0 <= at < len(chain):
+                return report
+            self._injected += 1
+            return GetReport(blocks=at, ok=[True] * at + [False] * (len(chain) - at), rebuilt=0, hedged=0, corrupt=0,
+                             missing=1, raced=0, bytes=at * chain.layout.block_bytes, seconds=0.0)
+
+        self._patch(BlockingKVStore, "get_into", failing)
+
+    def _abort(self, prompt: list[int]) -> None:
+        held, waiting = threading.Event(), threading.Event()
+        fetch = BlockingKVStore.get_into
+
+        def waits(store: BlockingKVStore, chain: Any, out: Any, **more: Any) -> GetReport:
+            waiting.set()
+            held.wait(60)
+            return fetch(store, chain, out, **more)
+
+        self._patch(BlockingKVStore, "get_into", waits)
+        engine = self._llm.llm_engine
+        engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4, detokenize=False))
+        for _ in range(MOST_STEPS):
+            engine.step()
+            if waiting.is_set():
+                break
+        assert waiting.is_set()
+        engine.abort_request(["aborted"])
+        engine.step()
+        held.set()
+        self._injected += 1
+        self._undo.pop()()
+
+    def _patch(self, owner: type, name: str, value: Any) -> None:
+        was = getattr(owner, name)
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, was))
+
+
+def _ended(pid: int) -> bool:
+    """Gone, or only waiting to be collected."""
+    return not os.path.exists(f"/proc/{pid}/exe")

@@ -1,0 +1,75 @@
+"""A local set of servers: made once, started by whoever comes, left to others, ended cleanly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from efs.errors import InvalidArgument
+from efs.limits import MIB, STRIPE_SHARDS
+from efs.nodedir import written_pid
+from efs.osio import SystemIo
+from kvstore.keys import Namespace
+from kvstore.layout import BlockLayout
+from kvstore.localset import PROCESSES, start, stop
+from kvstore.store import KVStore
+from tests.support.servers import short_directory
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CAPACITY = 12 * 8 * MIB
+LAYOUT = BlockLayout.opaque(4096, 16)
+
+
+@pytest.fixture
+def root() -> Iterator[str]:
+    with short_directory() as base:
+        root = str(base / "kv")
+        yield root
+        if os.path.exists(f"{root}/store.toml"):
+            stop(root)
+
+
+def pids(root: str) -> list[int | None]:
+    return [written_pid(SystemIo(), str(node)) for node in sorted((Path(root) / "nodes").iterdir())]
+
+
+def test_whoever_comes_first_starts_the_servers_and_all_others_use_them(root: str) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        files = set(pool.map(lambda _: start(root, CAPACITY), range(3)))
+    assert files == {f"{root}/cluster.toml"}
+    served_by = pids(root)
+    assert len(served_by) == STRIPE_SHARDS
+    assert len(set(served_by)) == PROCESSES
+
+    chain = Namespace("m", "w", LAYOUT).chain(range(160))
+    with KVStore.blocking(files.pop()) as store:
+        assert store.put(chain, bytes(len(chain) * LAYOUT.block_bytes)).acked == 10
+    lost = served_by[0]
+    assert lost is not None
+    os.kill(lost, signal.SIGKILL)
+    assert eventually(lambda: not os.path.exists(f"/proc/{lost}/exe"))
+    with KVStore.blocking(f"{root}/cluster.toml") as store:
+        assert store.match(chain, strict=True, deadline_ms=30_000) == 10
+
+    start(root, None)
+    again = pids(root)
+    assert [new == old for new, old in zip(again, served_by, strict=True)] == [False] * 2 + [True] * 10
+
+    assert stop(root) == PROCESSES
+    assert stop(root) == 0
+    assert start(root, None) == f"{root}/cluster.toml"
+    with KVStore.blocking(f"{root}/cluster.toml") as store:
+        out = bytearray(len(chain) * LAYOUT.block_bytes)
+        assert store.get_into(chain, out, deadline_ms=30_000).blocks == 10
+
+
+def test_a_store_is_not_made_without_a_capacity(root: str) -> None:
+    with pytest.raises(InvalidArgument, match="no capacity is given"):
+        start(root, None)
