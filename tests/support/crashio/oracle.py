@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from efs.clock import stamp_of
 from efs.errors import OpenFailed
 from efs.findings import Sums
 from efs.gc import Watermarks
@@ -42,7 +43,6 @@ MENDING = ("node_torn_entries", "node_index_mismatch", "node_index_rebuilt", "no
 LATER_BOOT = "boot-after-power-loss"
 ALMOST_FULL = Watermarks(0.999, 0.999_999, 1.0)
 """No collector gives up what is being looked at."""
-AGAIN_STAMP = 1_000_000
 AGAIN_MOST = 6
 """Records put again after a crash: a small node has no room for more of its largest class."""
 
@@ -216,7 +216,8 @@ class Oracle:
 
     async def _put(self, box: NodeBox, node: DirectoryNode, records: Records) -> None:
         """Put one record."""
-        outcome = await node.put(records.batch(AGAIN_STAMP), box.soon())
+        # Used now: what the crashed process stored last counts as used when it arrived.
+        outcome = await node.put(records.batch(stamp_of(box.clock.wall())), box.soon())
         assert outcome.stored.all(), f"a put after the crash was refused: {outcome.why}"
         seen = (await self._look(box, node, records.keys[0])).get(names_of(records)[0])
         assert seen is not None, "a put after the crash is lost"
