@@ -101,8 +101,9 @@ def test_chunked_prefill_of_several_blocks_stays_close(cold: Cold) -> None:
     agreeing = sum(found == wanted for found, wanted in zip(tokens, cold.tokens, strict=True))
     print(f"{loaded} blocks loaded, chunks of 256: max |Δ logprob| {delta:.3g}, {agreeing} of {NEW} tokens equal")
     assert loaded == 1
-    # The chunks that follow the hit are other ones than the cold run's, so that sums round differently in bfloat16.
-    assert 0 < delta < 4.0
+    # The chunks that follow the hit are other ones than the cold run's, so that sums round differently in bfloat16, on
+    # some processors.
+    assert delta < 4.0
     assert agreeing >= NEW - 4
 
 
