@@ -9,10 +9,11 @@ A put goes through these steps; the first two can end it before a byte is hashed
 3. *Pieces* (`efs.pieces`). While the nodes' threads write one piece, the next one is hashed and encoded on the loop,
    in slices. Every block is hashed and encoded once, whatever the nodes do.
 4. *Versions.* A block whose own digest is on exactly ten trusted nodes only gets its missing shards, and is `already`
-   when one of them is stored. A fifth version displaces the weakest one, of fewer than ten shards, but not one that is
-   being written: dropping from under a running put would take shards that it has counted. What this process writes it
-   knows; for what others write, each node keeps records that are younger than the hollow grace (`DropItem`). Where none
-   can be displaced everywhere the block fails.
+   when one of them is stored; the ten are used with it, or they would soon be evicted as what nobody used. A fifth
+   version displaces the weakest one, of fewer than ten shards, but not one that is being written: dropping from under a
+   running put would take shards that it has counted. What this process writes it knows; for what others write, each
+   node keeps records that are younger than the hollow grace (`DropItem`). Where none can be displaced everywhere the
+   block fails.
 5. *Writing.* One batch per node and piece, from private staging (`efs.staging`). A node has at most PUT_LANE_PIECES
    pieces of a put under way. A single node that keeps the others waiting for the lag grace (as long again as the put
    has taken, PUT_LAG_GRACE_MS at least) is left out of the rest of the put; its blocks are at risk. A node that fails
@@ -364,6 +365,7 @@ class _Put:
         self._claimed += claims
         wanted = np.ones((len(blocks), STRIPE_SHARDS), np.bool_)
         drops: dict[int, list[DropItem]] = {}
+        used: dict[int, list[bytes]] = {}
         displacing: list[int] = []
         for row in np.flatnonzero(survey.held[blocks]).tolist():
             block, digest = int(blocks[row]), digests[row]
@@ -374,6 +376,8 @@ class _Put:
                 wanted[row, holders] = False
                 self._stored[block, holders] = True
                 self._completing[block] = True
+                for index in holders:
+                    used.setdefault(index, []).append(self._keys[block])
             elif mine is None and len(versions) >= MAX_VERSIONS_PER_KEY:
                 key = self._keys[block]
                 victim = weakest(versions, {other for other in versions if (key, other) in writing})
@@ -383,6 +387,10 @@ class _Put:
                 displacing.append(row)
                 for index, generation in versions[victim].generations.items():
                     drops.setdefault(index, []).append(DropItem(key, victim, generation, int(HOLLOW_GRACE_MS)))
+        stamp = stamp_of(self._writer.clock.wall())
+        for index, keys in used.items():
+            if (node := self._writer.nodes[index]) is not None:
+                node.touch(keys, None, stamp)
         if drops and not await self._drop(drops):
             wanted[displacing] = False
         return wanted

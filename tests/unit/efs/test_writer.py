@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from efs import pieces
-from efs.clock import Deadline
+from efs.clock import Deadline, stamp_of
 from efs.contract import PutBatch
 from efs.errors import InvalidArgument, NodeFull
 from efs.limits import HOLLOW_GRACE_MS, MAX_KEYS_PER_CALL, PUT_PIECE_BYTES, STRIPE_SHARDS
@@ -188,6 +188,20 @@ async def test_a_block_on_ten_nodes_gets_its_missing_shards_and_is_already_there
     assert await bench.put(blocks) == PutReport(0, 5, 0, 0)
     assert [len(node.batches) for node in bench.nodes] == [2 if index in lost else 1 for index in range(12)]
     assert all(bench.records(key) == 12 for key in blocks.keys)
+
+
+async def test_a_put_of_a_block_on_ten_nodes_is_a_use_of_all_its_shards() -> None:
+    """Else the ten would be as cold as they were, be evicted next, and the acknowledged block with them."""
+    clock = FakeClock()
+    bench = make_bench(clock)
+    blocks = make_blocks(5)
+    await bench.put(blocks)
+    for index in (3, 11):
+        forget(bench.twins[index], blocks.keys)
+    clock.advance(1_000)
+    assert await bench.put(blocks) == PutReport(0, 5, 0, 0)
+    stamps = {stored.stamp for twin in bench.twins for key in blocks.keys for stored in twin.records[key].values()}
+    assert stamps == {stamp_of(clock.wall())}
 
 
 async def test_a_block_on_ten_nodes_with_one_of_the_others_down_ends_at_risk() -> None:
