@@ -25,7 +25,7 @@ IN_AN_ENTRY = [0, 9, 17, 22, 25, LOCAL_BYTES, LOCAL_BYTES + 6, LOCAL_BYTES + 40,
 
 @pytest.mark.parametrize("byte", IN_AN_ENTRY)
 @pytest.mark.parametrize("ending", ["closed", "died"])
-async def test_a_flipped_bit_in_a_table_entry_makes_its_record_absent(box: NodeBox, byte: int, ending: str) -> None:
+async def test_a_flipped_bit_in_a_table_entry_never_changes_a_record(box: NodeBox, byte: int, ending: str) -> None:
     records = make_records(40, NODE_INDEX)
     node = await box.open()
     table = await box.store(node, records)
@@ -33,10 +33,13 @@ async def test_a_flipped_bit_in_a_table_entry_makes_its_record_absent(box: NodeB
     await (node.close() if ending == "closed" else crash(node))
     flip(box.slab, geometry.entry_position(int(table.location[11])) + byte)
     node = await box.open()
-    assert (await box.holds(node, records)).tolist() == [row != 11 for row in range(40)]
+    # After a process that died, an entry may be torn where it was rewritten: its record, which proves itself, is kept
+    # under a new generation.
+    kept = ending == "died" and byte < LOCAL_BYTES
+    assert (await box.holds(node, records)).tolist() == [row != 11 or kept for row in range(40)]
     headers = await node.headers(table.location, table.generation, 1, box.soon())
     assert not headers[11].any()
-    assert (await node.info(box.soon())).records == 39
+    assert (await node.info(box.soon())).records == 39 + kept
     await box.store(node, records)
     assert (await box.holds(node, records)).all()
     assert index_agrees(node)
