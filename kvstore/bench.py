@@ -22,7 +22,6 @@ beside the times: mean slots per contiguous range, where a fresh store has whole
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import mmap
@@ -36,7 +35,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import uvloop
 
 from efs.extent import ranges_of
 from efs.fs import FileSystem
@@ -58,10 +56,9 @@ from kvstore.benchwork import (
     Work,
     copy_ms,
     fetch,
-    machine,
     make_work,
     opened,
-    quiet,
+    run_cases,
     store_reference,
     timed_fetches,
     timed_puts,
@@ -92,13 +89,7 @@ RECORD_BYTES: Final = STRIPE_SHARDS * V41_FLASH.shape.slot_bytes
 
 def run_bench(plan: Plan, remark: Remark = lambda text: None, progress: Progress = lambda share: None) -> BenchReport:
     """Run everything. BenchFailed when a run did not do its work."""
-    steps = Steps(13 + (2 if plan.cold else 0), remark, progress)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, quiet():
-        try:
-            rows = runner.run(_all_cases(plan, steps))
-        except BenchFailed as error:
-            raise BenchFailed(f"{steps.now}: {error}") from error
-    return BenchReport(tuple(rows), plan, machine())
+    return run_cases(_all_cases, plan, Steps(13 + (2 if plan.cold else 0), remark, progress))
 
 
 async def _all_cases(plan: Plan, steps: Steps) -> list[Row]:

@@ -14,7 +14,6 @@ A case in which no block was rebuilt although servers were stopped or killed fai
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import signal
@@ -25,8 +24,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
-
-import uvloop
 
 from efs.cluster import read_store_config
 from efs.clusterfile import write_cluster
@@ -43,10 +40,9 @@ from kvstore.benchwork import (
     Times,
     Work,
     fetch,
-    machine,
     make_work,
     opened,
-    quiet,
+    run_cases,
     store_reference,
     timed_fetches,
     timed_puts,
@@ -63,13 +59,7 @@ END_S: Final = 10.0
 
 def run_served_bench(plan: Plan, progress: Progress = lambda share: None) -> BenchReport:
     """Run everything. BenchFailed when a run did not do its work."""
-    steps = Steps(6, lambda _: None, progress)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, quiet():
-        try:
-            rows = runner.run(_all_cases(plan, steps))
-        except BenchFailed as error:
-            raise BenchFailed(f"{steps.now}: {error}") from error
-    return BenchReport(tuple(rows), plan, machine())
+    return run_cases(_all_cases, plan, Steps(6, lambda _: None, progress))
 
 
 async def _all_cases(plan: Plan, steps: Steps) -> list[Row]:

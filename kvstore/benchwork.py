@@ -7,6 +7,7 @@ ok and every byte equal to what was stored; a run that misses a block fails the 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import mmap
@@ -14,12 +15,13 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import uvloop
 from numpy.typing import NDArray
 
 from efs.errors import EfsError
@@ -256,6 +258,17 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
+
+
+def run_cases(cases: Callable[[Plan, Steps], Coroutine[None, None, list[Row]]], plan: Plan,
+              steps: Steps) -> BenchReport:
+    """Run the cases of a benchmark; BenchFailed names the step in which a run did not do its work."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, quiet():
+        try:
+            rows = runner.run(cases(plan, steps))
+        except BenchFailed as error:
+            raise BenchFailed(f"{steps.now}: {error}") from error
+    return BenchReport(tuple(rows), plan, machine())
 
 
 def machine() -> dict[str, str]:

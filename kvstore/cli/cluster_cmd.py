@@ -27,7 +27,14 @@ from efs.osio import SystemIo
 from efs.types import NodeInfo
 from kvstore.cli import localset_cmd, place_cmd
 from kvstore.cli.failures import NOT_ALL, UsageMistake
-from kvstore.cli.options import JsonOption, config_of, terminal_of
+from kvstore.cli.options import (
+    CapacityOption,
+    DurabilityOption,
+    ExtentBytesOption,
+    JsonOption,
+    config_of,
+    terminal_of,
+)
 from kvstore.cli.place_cmd import with_etcd
 from kvstore.cli.terminal import Json, human_bytes, table
 
@@ -80,16 +87,9 @@ def init(
     context: typer.Context,
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Directory to make it in.")],
     listen: Annotated[str, typer.Option("--listen", metavar="HOW", help="unix, or tcp:HOST:PORT of node 0.")],
-    capacity: Annotated[
-        str | None, typer.Option("--capacity", metavar="SIZE", help="Raw bytes over all twelve nodes, such as 100GiB.")
-    ] = None,
-    durability: Annotated[
-        str | None, typer.Option("--durability", metavar="MODE", help="process or power.  [default: process]")
-    ] = None,
-    extent_bytes: Annotated[
-        str | None,
-        typer.Option("--extent-bytes", metavar="SIZE", help="Bytes of an extent.  [default: by the capacity]"),
-    ] = None,
+    capacity: CapacityOption = None,
+    durability: DurabilityOption = None,
+    extent_bytes: ExtentBytesOption = None,
     token_file: Annotated[
         str | None, typer.Option("--token-file", metavar="FILE", help="Secret that servers will ask for.")
     ] = None,

@@ -21,7 +21,15 @@ from efs.limits import STRIPE_SHARDS
 from efs.osio import SystemIo
 from efs.storeview import StoreView
 from kvstore.cli.failures import COULD_NOT_RUN, DAMAGE, REPAIRED, UsageMistake
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.options import (
+    JsonOption,
+    MaxDurationOption,
+    ResumeOption,
+    StoreOption,
+    config_of,
+    terminal_of,
+    url_of,
+)
 from kvstore.cli.terminal import Terminal, human_bytes
 from kvstore.store import store_root
 
@@ -58,14 +66,8 @@ def register(app: typer.Typer) -> None:
 def fsck(
     context: typer.Context,
     deep: Annotated[bool, typer.Option("--deep", help="Read and check every byte.")] = False,
-    max_duration: Annotated[
-        float | None,
-        typer.Option("--max-duration", metavar="S", help="Stop after this many seconds; --resume goes on."),
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option("--resume", metavar="KEY", help="Go on behind this key, printed by a run that stopped."),
-    ] = None,
+    max_duration: MaxDurationOption = None,
+    resume: ResumeOption = None,
     repair: Annotated[bool, typer.Option("--repair", help="Mend what is found; needs --yes.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Really change the store.")] = False,
     store: StoreOption = None,

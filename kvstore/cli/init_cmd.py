@@ -9,7 +9,15 @@ import typer
 from efs.fs import FileSystem
 from efs.limits import STRIPE_SHARDS
 from kvstore.cli.failures import UsageMistake
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of
+from kvstore.cli.options import (
+    CapacityOption,
+    DurabilityOption,
+    ExtentBytesOption,
+    JsonOption,
+    StoreOption,
+    config_of,
+    terminal_of,
+)
 from kvstore.cli.terminal import human_bytes
 from kvstore.store import store_root
 
@@ -38,16 +46,9 @@ def init(
         list[str] | None,
         typer.Argument(metavar="[PATHS]...", help="The root, or twelve node directories.", show_default=False),
     ] = None,
-    capacity: Annotated[
-        str | None, typer.Option("--capacity", metavar="SIZE", help="Raw bytes over all twelve nodes, such as 100GiB.")
-    ] = None,
-    durability: Annotated[
-        str | None, typer.Option("--durability", metavar="MODE", help="process or power.  [default: process]")
-    ] = None,
-    extent_bytes: Annotated[
-        str | None,
-        typer.Option("--extent-bytes", metavar="SIZE", help="Bytes of an extent.  [default: by the capacity]"),
-    ] = None,
+    capacity: CapacityOption = None,
+    durability: DurabilityOption = None,
+    extent_bytes: ExtentBytesOption = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:

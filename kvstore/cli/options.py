@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from efs.errors import InvalidArgument
 from kvstore.cli.failures import UsageMistake
 from kvstore.cli.terminal import Terminal
 from kvstore.config import Config
@@ -19,6 +20,22 @@ from kvstore.config import Config
 StoreOption = Annotated[
     str | None,
     typer.Option("--store", metavar="URL", help="The store: root, cluster.toml or etcd URL. Default: $KVSTORE_STORE."),
+]
+CapacityOption = Annotated[
+    str | None, typer.Option("--capacity", metavar="SIZE", help="Raw bytes over all twelve nodes, such as 100GiB.")
+]
+DurabilityOption = Annotated[
+    str | None, typer.Option("--durability", metavar="MODE", help="process or power.  [default: process]")
+]
+ExtentBytesOption = Annotated[
+    str | None, typer.Option("--extent-bytes", metavar="SIZE", help="Bytes of an extent.  [default: by the capacity]")
+]
+MaxDurationOption = Annotated[
+    float | None, typer.Option("--max-duration", metavar="S", help="Stop after this many seconds; --resume goes on.")
+]
+ResumeOption = Annotated[
+    str | None,
+    typer.Option("--resume", metavar="KEY", help="Go on behind this key, printed by a run that stopped."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 DeadlineOption = Annotated[
@@ -71,3 +88,9 @@ def url_of(config: Config) -> str:
     if not config.store:
         raise UsageMistake("no store given: use --store URL or set KVSTORE_STORE")
     return config.store
+
+
+def require_duration(seconds: float | None) -> None:
+    """InvalidArgument for a --max-duration that is not above 0."""
+    if seconds is not None and not seconds > 0:
+        raise InvalidArgument(f"max duration is {seconds} s, must be above 0")

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 
-from efs.errors import InvalidArgument
 from efs.fs import FileSystem
 from efs.fsck import resume_key
 from efs.repair import RepairReport
 from kvstore.cli.failures import DAMAGE, NOT_ALL
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.options import (
+    JsonOption,
+    MaxDurationOption,
+    ResumeOption,
+    StoreOption,
+    config_of,
+    require_duration,
+    terminal_of,
+    url_of,
+)
 from kvstore.cli.session import watched, with_filesystem
 from kvstore.cli.terminal import Json
 
@@ -38,22 +45,15 @@ def register(app: typer.Typer) -> None:
 
 def repair(
     context: typer.Context,
-    max_duration: Annotated[
-        float | None,
-        typer.Option("--max-duration", metavar="S", help="Stop after this many seconds; --resume goes on."),
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option("--resume", metavar="KEY", help="Go on behind this key, printed by a run that stopped."),
-    ] = None,
+    max_duration: MaxDurationOption = None,
+    resume: ResumeOption = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)
     url = url_of(config_of(context, store))
     after = resume_key(resume)
-    if max_duration is not None and not max_duration > 0:
-        raise InvalidArgument(f"max duration is {max_duration} s, must be above 0")
+    require_duration(max_duration)
     with terminal.progress("repair", 1.0) as advance:
 
         async def work(filesystem: FileSystem) -> tuple[RepairReport, list[int]]:

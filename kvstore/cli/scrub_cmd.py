@@ -7,12 +7,18 @@ from typing import Annotated
 
 import typer
 
-from efs.errors import InvalidArgument
 from efs.fs import FileSystem
 from efs.limits import SCRUB_STEP_BYTES
 from efs.scrub import ScrubReport
 from kvstore.cli.failures import DAMAGE, REPAIRED, UsageMistake
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.options import (
+    JsonOption,
+    StoreOption,
+    config_of,
+    require_duration,
+    terminal_of,
+    url_of,
+)
 from kvstore.cli.session import watched, with_filesystem
 from kvstore.cli.terminal import human_bytes
 from kvstore.config import parse_size
@@ -49,8 +55,7 @@ def scrub(
 ) -> int:
     terminal = terminal_of(context, as_json)
     url = url_of(config_of(context, store))
-    if max_duration is not None and not max_duration > 0:
-        raise InvalidArgument(f"max duration is {max_duration} s, must be above 0")
+    require_duration(max_duration)
     per_second = None
     if rate is not None:
         per_second = parse_size(rate, "--rate") // SCRUB_STEP_BYTES

@@ -22,7 +22,12 @@ from efs.serving import serve_nodes
 from efs.session import ServedNode
 from kvstore.cli.failures import UsageMistake
 from kvstore.cli.logs import set_up_logs
-from kvstore.cli.options import JsonOption, config_of, terminal_of
+from kvstore.cli.options import (
+    DurabilityOption,
+    JsonOption,
+    config_of,
+    terminal_of,
+)
 from kvstore.cli.terminal import Terminal
 
 HELP = """Serve one or several node directories, until SIGTERM or SIGINT.
@@ -64,9 +69,7 @@ def serve(
     operator_token_file: Annotated[
         str | None, typer.Option("--operator-token-file", metavar="FILE", help="Secret that operators must know.")
     ] = None,
-    durability: Annotated[
-        str | None, typer.Option("--durability", metavar="MODE", help="process or power.  [default: process]")
-    ] = None,
+    durability: DurabilityOption = None,
     register: Annotated[
         str | None, typer.Option("--register", metavar="URL", help="Hold a lease there: etcd://HOST:PORT/NAME.")
     ] = None,
