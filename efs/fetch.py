@@ -28,9 +28,9 @@ from efs.contract import ABSENT, Node, NodeTable
 from efs.errors import EfsError
 from efs.examine import examine
 from efs.hedge import Shard, Unit
-from efs.limits import FANOUT, INITIAL_LAG_GRACE_MS, STRIPE_SHARDS, UNIT_BLOCKS
+from efs.limits import DATA_SHARDS, FANOUT, INITIAL_LAG_GRACE_MS, STRIPE_SHARDS, UNIT_BLOCKS
 from efs.pinning import Pins
-from efs.placement import placement_group, rotation_of, runs, spare_shard_of
+from efs.placement import placement_group, rotation_of, runs, shard_of_node, spare_shard_of
 from efs.shape import BlockShape
 from efs.shard import header_dtype
 from efs.target import Target
@@ -119,7 +119,11 @@ class Fetch:
             if self._pins.settled:
                 settled_at = now if settled_at is None else settled_at
                 left = min(left, settled_at + self._context.lags.grace(now) - now)
-                if left <= 0 or self._enough_tables(now):
+                if self._enough_tables(now):
+                    break
+                if left <= 0:
+                    for node_index in self._pins.outstanding_nodes:
+                        self._context.lags.observe(node_index, now - settled_at, now)
                     break
             elif not self._pins.outstanding:
                 break
@@ -128,11 +132,20 @@ class Fetch:
         self._pins.missed |= ~self._pins.pinned
 
     def _enough_tables(self, now: float) -> bool:
-        """Whether nobody worth waiting for is outstanding: eleven tables in, only slow nodes left, nothing to read."""
-        if not self._pins.pinned.any() or STRIPE_SHARDS - self._pins.outstanding >= FANOUT:
+        """Whether nobody worth waiting for is outstanding: only slow nodes, the one that holds no data shard of any
+        run, or anybody where there is nothing to read. A table left out costs a rebuild of every block whose data
+        shard its node holds: most of the time far more than the table is late by."""
+        left_out = self._pins.outstanding_nodes
+        if not self._pins.pinned.any():
+            return True
+        if len(left_out) <= STRIPE_SHARDS - FANOUT and not any(self._holds_data(node) for node in left_out):
             return True
         slow = self._context.lags.slow(now)
-        return all(slow[node] for node in self._pins.outstanding_nodes)
+        return all(slow[node] for node in left_out)
+
+    def _holds_data(self, node_index: int) -> bool:
+        """Whether the node's shard of some run is a data shard."""
+        return any(shard_of_node(node_index, rotation_of(group)) < DATA_SHARDS for _, _, group in self._runs)
 
     async def _await_table(self, node_index: int, node: Node) -> None:
         try:

@@ -21,6 +21,8 @@ from kvstore.demo.damage import (
 )
 from kvstore.demo.steps import flips
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 MIB = 1 << 20
 
 

@@ -28,6 +28,8 @@ from tests.support.blockstore import MemoryBlockStore
 from tests.support.swaprig import SEGMENTS, SwapRig
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 SEED = 20_240_607
 LOADS = 10_000
 PROMPTS = 8

@@ -23,7 +23,7 @@ from kvstore.store import BlockingKVStore, KVStore
 from tests.support.tinymodel import BLOCK, prompt, tiny_model, tiny_namespace
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("patient")]
 NEW = 64
 ATTEMPTS = 8
 BLOCKS = 6

@@ -28,6 +28,8 @@ from tests.support.clock import FakeClock
 from tests.support.nodebox import NODE_INDEX, PLACE, NodeBox, crash, flip
 from tests.support.records import LARGE, SMALL, Records, make_records
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 TAGS = (bytes(8), b"acme-tag", b"other-tg", b"third-tg")
 CAPACITY = 3 * MIB
 POOL, ROWS = 24, 40

@@ -19,6 +19,8 @@ from tests.support.clock import FakeClock
 from tests.support.nodebox import NODE_INDEX, NodeBox, index_agrees
 from tests.support.records import LARGE, make_records
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 DEADLINE_MS = 20_000
 
 

@@ -25,6 +25,8 @@ from efs.types import GetReport, PutReport
 from tests.support.blocks import TINY, Blocks, make_blocks
 from tests.support.faultio import FaultIo
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 CAPACITY = 12 * 8 * MIB
 DEADLINE_MS = 10_000
 

@@ -20,6 +20,8 @@ from efs.types import PutItem, PutReport
 from tests.support.bench import Bench, make_bench
 from tests.support.blocks import TINY, Blocks, make_blocks, sound_versions
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 DEADLINE_MS = 5_000
 
 

@@ -30,6 +30,8 @@ from efs.shard import header_dtype, parse_header
 from efs.storeview import StoreView
 from tests.support.laidstore import SHAPE, LaidStore, UnsyncedIo, flip, lay_store, make_blocks
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 BLOCKS = make_blocks(seed=7, count=60)
 ALL = range(STRIPE_SHARDS)
 Damage = Callable[[LaidStore], None]

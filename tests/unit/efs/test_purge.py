@@ -28,6 +28,8 @@ from tests.support.faultio import FaultIo
 from tests.support.nodebox import NODE_INDEX, NodeBox, crash, index_agrees
 from tests.support.records import LARGE, make_records
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 CAPACITY = STRIPE_SHARDS * 8 * MIB
 DEADLINE_MS = 20_000
 ACME, OTHER = b"acme-tag", b"other-tg"

@@ -22,6 +22,7 @@ from efs.types import GetReport
 from efs.unitread import CorruptShard
 from efs.writer import Writer
 from tests.support.blocks import TINY, Blocks, make_blocks
+from tests.support.gatednode import Gate, GatedNode
 from tests.support.memorynode import MemoryNode
 from tests.support.slowreads import SlowReadNode
 
@@ -294,6 +295,46 @@ async def test_fetch_completes_when_nodes_hang(hung: tuple[int, ...]) -> None:
         await nodes[index].released()
     assert sum(nodes[index].revoked for index in hung) > 0
     assert bytes(out) == before
+
+
+def gated_reader(group: Group, index: int) -> tuple[Reader, Gate]:
+    """A reader to which one node's table comes when the gate opens."""
+    node = group.nodes[index]
+    assert node is not None
+    gated = GatedNode(node)
+    gated.look_up_gate = Gate()
+    nodes: list[Node | None] = [*group.nodes[:index], gated, *group.nodes[index + 1 :]]
+    return Reader(nodes, group.codec, group.counters, CLOCK, group.reported.append), gated.look_up_gate
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("index", range(12))
+async def test_the_last_table_is_waited_for_rather_than_its_nodes_shards_rebuilt(index: int) -> None:
+    group = memory_group()
+    blocks = make_blocks(40)
+    await group.store(blocks)
+    reader, gate = gated_reader(group, index)
+    fetch = asyncio.create_task(group.fetch(blocks, reader=reader))
+    while not gate.held:
+        await asyncio.sleep(0)
+    gate.release()
+    report, out = await fetch
+    check(blocks, report, out)
+    assert (report.blocks, report.rebuilt, report.missing) == (40, 0, 0)
+
+
+async def test_a_table_that_does_not_come_is_waited_for_a_grace_once_and_then_known_to_be_slow() -> None:
+    group = memory_group()
+    blocks = make_blocks(40)
+    await group.store(blocks)
+    reader, gate = gated_reader(group, 4)
+    assert not reader.context.lags.slow(CLOCK.monotonic()).any()
+    report, out = await group.fetch(blocks, reader=reader)
+    check(blocks, report, out)
+    assert report.blocks == 40
+    assert report.rebuilt > 0
+    assert gate.held == 1
+    assert list(np.flatnonzero(reader.context.lags.slow(CLOCK.monotonic()))) == [4]
 
 
 async def test_nodes_that_hang_when_they_are_asked_for_headers_cost_no_hit() -> None:

@@ -29,6 +29,8 @@ from efs.types import DropItem, GetReport, PutReport
 from tests.support.blocks import Blocks, make_blocks
 from tests.support.faultio import FaultIo
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 CAPACITY = 12 * 8 * MIB
 DEADLINE_MS = 20_000
 NODE = 4

@@ -22,6 +22,8 @@ from kvstore.store import BlockingKVStore, KVStore, UnsupportedUrl
 from kvstore.tenants import add_tenant
 from tests.support.memoryfs import MemoryFileSystem, MemoryRoots
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 ROOT = Path(__file__).parents[3]
 LAYOUT = BlockLayout("f", "d", 4, (Segment("a", 3), Segment("b", 5)))
 CHAIN = Namespace("m", "w", LAYOUT).chain(range(24))

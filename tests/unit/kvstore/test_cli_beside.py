@@ -18,6 +18,8 @@ from efs.storeview import StoreView
 from tests.support.cli import ROOT, environment, run, run_process, write_blocks, write_tokens
 from tests.support.laidstore import lay_store
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 OWNER = """
 import asyncio, json, random, sys
 from efs.metrics import CounterFile

@@ -17,6 +17,8 @@ from kvstore.layout import V41_FLASH
 from tests.support.cli import Outcome, run, run_process, write_blocks, write_tokens
 from tests.support.laidstore import lay_store
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 BLOCK_BYTES = 4096
 BLOCK = ("--block-bytes", str(BLOCK_BYTES))
 

@@ -18,6 +18,8 @@ from kvstore.cli.status_cmd import count_blocks
 from tests.support.cli import run
 from tests.support.laidstore import LONG_AGO_MS, SHAPE, LaidStore, flip, lay_store, make_blocks
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 BLOCKS = make_blocks(seed=11, count=40)
 KEYS = sorted(block.key.hex() for block in BLOCKS)
 

@@ -15,6 +15,8 @@ from efs.replace import prepare_node
 from tests.support.cli import run, run_process
 from tests.support.laidstore import LaidStore, flip, lay_store, make_blocks
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 BLOCKS = make_blocks(seed=3, count=12)
 
 

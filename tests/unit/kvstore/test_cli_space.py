@@ -12,6 +12,8 @@ from efs.limits import STRIPE_SHARDS
 from tests.support.cli import run
 from tests.support.laidstore import LaidStore, lay_store, make_blocks
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 BLOCKS = make_blocks(seed=3, count=12)
 
 

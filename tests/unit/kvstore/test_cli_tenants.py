@@ -16,6 +16,8 @@ from kvstore.tenants import begin_purge, find_tenant
 from tests.support.cli import Outcome, run, write_blocks, write_tokens
 from tests.unit.efs.test_purge import node_path
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 BLOCK_BYTES = 5_000
 SLOT_BYTES = 512
 """Of a shard of 500 bytes."""

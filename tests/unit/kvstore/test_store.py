@@ -17,6 +17,8 @@ from efs.fs import FileSystem
 from kvstore import V41_FLASH, BlockLayout, Chain, Config, KVStore, Namespace
 from kvstore.tenants import add_tenant
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 ROOT = Path(__file__).parents[3]
 CAPACITY = 12 * 16 * 1024 * 1024
 BLOCKS = 40

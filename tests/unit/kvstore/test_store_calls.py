@@ -22,6 +22,8 @@ from kvstore.store import ForkedStore, KVStore, UnsupportedUrl, store_root
 from kvstore.tenants import add_tenant
 from tests.support.memoryfs import MemoryFileSystem, MemoryRoots
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 LAYOUT = BlockLayout("f", "d", 4, (Segment("a", 3), Segment("b", 5)))
 CHAIN = Namespace("m", "w", LAYOUT).chain(range(24))
 BLOCKS = np.arange(6 * 8, dtype=np.uint8)

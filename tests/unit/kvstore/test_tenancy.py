@@ -19,6 +19,8 @@ from kvstore.tenancy import apply_quotas, purge_tenant, uses_of
 from kvstore.tenants import add_tenant, find_tenant, list_tenants, set_quota
 from tests.support.faultio import FaultIo
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 LAYOUT = BlockLayout("opaque", "bytes", 16, (Segment("all", 5_000),))
 BLOCKS = 6
 STORED = BLOCKS * STRIPE_SHARDS * 512
