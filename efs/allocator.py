@@ -99,6 +99,7 @@ class Allocator:
         self._geometries: list[Geometry] = []
         self._class_numbers: dict[SlotClass, int] = {}
         self._class_of = np.full(extents, _NO_CLASS, np.int32)
+        self._extents_of: dict[SlotClass, NDArray[np.int64]] = {}
         self._slots = np.zeros(extents, np.int64)
         self._live = np.zeros(extents, np.int64)
         self._reserved = np.zeros(extents, np.int64)
@@ -123,13 +124,16 @@ class Allocator:
         return self._geometries[self._number(slot_class)]
 
     def extents_of(self, slot_class: SlotClass) -> NDArray[np.int64]:
-        """Extents of a class, ascending."""
-        return np.flatnonzero(self._class_of == self._class_numbers.get(slot_class, _NO_CLASS - 1))
+        """Extents of a class, ascending; read-only."""
+        mine = self._extents_of.get(slot_class)
+        if mine is None:
+            mine = _read_only(np.flatnonzero(self._class_of == self._class_numbers.get(slot_class, _NO_CLASS - 1)))
+            self._extents_of[slot_class] = mine
+        return mine
 
     def classes(self) -> tuple[SlotClass, ...]:
         """Classes that have an extent, in order."""
-        numbers = np.unique(self._class_of[self._class_of != _NO_CLASS]).tolist()
-        return tuple(sorted(self._geometries[number].slot_class for number in numbers))
+        return tuple(sorted(each for each in self._class_numbers if len(self.extents_of(each))))
 
     def assign(self, extent: int, slot_class: SlotClass) -> Geometry:
         """Give a free extent to a class, all slots free. InvalidArgument when it is not free."""
@@ -139,6 +143,7 @@ class Allocator:
         geometry = self._geometries[number]
         self._widen(geometry.slots)
         self._class_of[extent] = number
+        self._extents_of.pop(slot_class, None)
         self._slots[extent] = geometry.slots
         self._slot_bytes[extent] = slot_class.slot_bytes
         self._stale[extent] = True
@@ -151,6 +156,8 @@ class Allocator:
         held = self.live_slots_of(extent)
         self._count_tags(np.full(len(held), extent), held, -1)
         self._states[extent, : self._slots[extent]] = FREE
+        if (geometry := self.geometry(extent)) is not None:
+            self._extents_of.pop(geometry.slot_class, None)
         self._class_of[extent] = _NO_CLASS
         self._slots[extent] = self._live[extent] = 0
         self._stale[extent] = True

@@ -22,9 +22,11 @@ NodeFull and passes; a failed sync makes the node read-only; a full index first 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,7 +37,7 @@ from efs.clock import Deadline, stamp_of
 from efs.contract import ABSENT, PURGED, TOO_COLD, PutBatch, PutOutcome
 from efs.errors import NodeFull, NodeReadOnly
 from efs.extent import SLOT_BITS, SLOT_MASK, SlotClass, ranges_of
-from efs.gc import order_keys, ranks_of, ties_of
+from efs.gc import ranks_of, ties_of
 from efs.index import IndexFull
 from efs.limits import DELETE_BATCH, KEY_BYTES, MAX_VERSIONS_PER_KEY
 from efs.lookups import Lookups
@@ -215,7 +217,7 @@ class NodeWriter:
         announced = [checked.index_keys[row] for row in rows]
         stamp = min(batch.stamp, stamp_of(self._guard.clock.wall()))
         try:
-            newcomers = Newcomers(slot_class, _order_keys(checked, rows, stamp), batch.repair)
+            newcomers = _newcomers(slot_class, checked, rows, stamp, batch.repair)
             placement = await self._placer.place(newcomers, deadline)
             placed = [rows[at] for at in placement.rows[: placement.count]]
             names = [checked.index_keys[row] for row in placed]
@@ -275,7 +277,9 @@ class NodeWriter:
 
     def _buried(self, tags: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """(n,) whether records with these tenant tags are refused."""
-        found = [tag for tag in np.unique(tags).tolist() if tag in self._state.buried] if self._state.buried else []
+        if not self._state.buried:
+            return np.zeros(len(tags), np.bool_)
+        found = [tag for tag in np.unique(tags).tolist() if tag in self._state.buried]
         return np.isin(tags, np.array(found, np.uint64))
 
     def _not_stored(self, reserved: Sequence[Any], names: Sequence[bytes], done: asyncio.Future[None]) -> None:
@@ -290,8 +294,7 @@ class NodeWriter:
 
     def _end(self, names: Iterable[bytes], done: asyncio.Future[None]) -> None:
         """The announced records are there, or will not be."""
-        for name in names:
-            self._state.coming.pop(name, None)
+        deque(map(self._state.coming.pop, names, repeat(None)), maxlen=0)
         if not done.done():
             done.set_result(None)
 
@@ -551,8 +554,8 @@ class NodeWriter:
         return NodeFull(self._guard.node_index, why)
 
 
-def _order_keys(checked: BatchFields, rows: Sequence[int], stamp: int) -> list[int]:
-    """Order keys of new records with this stamp."""
+def _newcomers(slot_class: SlotClass, checked: BatchFields, rows: Sequence[int], stamp: int, repair: bool) -> Newcomers:
+    """Rows of a batch that want slots, as used at this stamp."""
     fields = checked.fields[list(rows)]
-    stamps = np.full(len(rows), stamp, np.uint32)
-    return order_keys(ranks_of(stamps, fields["depth"]), ties_of(fields["key"], fields["digest"]))
+    ranks = ranks_of(np.full(len(rows), stamp, np.uint32), fields["depth"])
+    return Newcomers(slot_class, ranks, ties_of(fields["key"], fields["digest"]), repair)

@@ -21,7 +21,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -32,7 +32,7 @@ from efs.clock import Deadline
 from efs.eviction import Piece, Queue, Snapshot, Victims, choose, slot_share
 from efs.extent import SLOT_BITS, SlotClass, ranges_of
 from efs.fill import Fill
-from efs.gc import admit, bar
+from efs.gc import admit, bar, order_keys
 from efs.index import IndexEntry
 from efs.iothread import pass_on
 from efs.limits import DELETE_BATCH, MAX_PROBE_BACKOFF_MS, PROBE_BACKOFF_MS
@@ -50,14 +50,23 @@ SNAPSHOT_EXTENTS: Final = 32
 _SHARE_AT_ONCE: Final = 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Newcomers:
-    """Records that want slots of a class. keys: their order keys, in the order in which they should lie. repair: they
-    were rebuilt, and must not come back where they were given up."""
+    """Records that want slots of a class, in the order in which they should lie. ranks: (n,) uint64 and ties: (n,)
+    uint32, as of `efs.gc.Records`. repair: they were rebuilt, and must not come back where they were given up."""
 
     slot_class: SlotClass
-    keys: Sequence[int]
+    ranks: NDArray[np.uint64]
+    ties: NDArray[np.uint32]
     repair: bool = False
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """Their order keys; a node with room for all of them never asks."""
+        return order_keys(self.ranks, self.ties)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +199,10 @@ class Placer:
     async def _admit(self, placement: Placement, newcomers: Newcomers, deadline: Deadline) -> None:
         """Decide which rows get in and evict until there is space for them."""
         rows = self._above_horizon(newcomers)
-        kept = self._fill.kept(newcomers.slot_class)
-        bars = newcomers.keys if newcomers.repair else [bar(key, kept) for key in newcomers.keys]
-        if len(rows) < len(newcomers.keys):
+        bars: Sequence[int] | None = None
+        if len(rows) < len(newcomers):
             placement.too_cold = True
-            self._note_given_up([newcomers.keys[row] for row in set(range(len(newcomers.keys))) - set(rows)])
+            self._note_given_up([newcomers.keys[row] for row in set(range(len(newcomers))) - set(rows)])
         while rows:
             lack = self._lack(newcomers.slot_class, len(rows))
             if lack is None:
@@ -205,6 +213,7 @@ class Placer:
                 continue
             if len(victims.keys) < lack.records and await self._something_ended(deadline):
                 continue
+            bars = bars or self._bars(newcomers)
             admission = admit([newcomers.keys[row] for row in rows], victims.keys, lack.amount,
                               bars=[bars[row] for row in rows], newcomer_size=lack.size,
                               held_sizes=self._sizes(lack, victims), at_once=self._at_once(newcomers.slot_class))
@@ -216,10 +225,15 @@ class Placer:
             await self._drop(placement, victims.locations[gone], victims.ranks[gone], deadline)
         placement.rows = rows
 
+    def _bars(self, newcomers: Newcomers) -> list[int]:
+        """What each counts as against records that are held."""
+        kept = self._fill.kept(newcomers.slot_class)
+        return newcomers.keys if newcomers.repair else [bar(key, kept) for key in newcomers.keys]
+
     def _above_horizon(self, newcomers: Newcomers) -> list[int]:
         horizon = self._state.horizons.get(newcomers.slot_class)
         if horizon is None or not newcomers.repair:
-            return list(range(len(newcomers.keys)))
+            return list(range(len(newcomers)))
         minute = self._minute()
         return [row for row, key in enumerate(newcomers.keys) if not horizon.too_cold(key, minute)]
 
