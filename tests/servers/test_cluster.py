@@ -25,14 +25,12 @@ from efs.types import GetReport
 from tests.support.blocks import Blocks, make_blocks
 from tests.support.cli import run_process
 from tests.support.servers import ServedCluster, short_directory
-from tests.support.waiting import came_true
+from tests.support.waiting import LATE_S, came_true
 from tests.support.wireproxy import WireProxy
 
 SHAPE = BlockShape(40_960, (8_192, 8_192, 8_192, 16_384))
 BLOCKS = 128
 DEADLINE_MS = 20_000.0
-LATE_S = 2.0
-"""How much later than its deadline a call may return on a machine that has other things to do."""
 
 
 async def stored(filesystem: FileSystem, seed: int) -> Blocks:

@@ -17,14 +17,13 @@ from efs.fs import FileSystem
 from efs.shape import BlockShape
 from tests.support.blocks import Blocks, make_blocks
 from tests.support.servers import ServedCluster
-from tests.support.waiting import came_true
+from tests.support.waiting import LATE_S, came_true
 
 SHAPE = BlockShape(20_480, (4_096, 4_096, 12_288))
 BLOCKS = 32
 STEPS = int(os.environ.get("COURSE_STEPS", "60"))
 SEED = int(os.environ.get("COURSE_SEED", "20240705"))
 DEADLINE_MS = 5_000.0
-LATE_S = 2.0
 MOST_BATCHES = 40
 LOOSE = (9, 10, 11)
 """Nodes with a server of their own."""

@@ -20,12 +20,12 @@ from efs.etcd import EtcdStore, HeldMap
 from efs.fs import FileSystem
 from efs.limits import CLOSE_MS, ETCD_CALL_MS, ETCD_LEASE_SECONDS
 from kvstore.store import BlockingKVStore, KVStore
-from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, LATE_S, SHAPE, all_hit, back_to, back_to_health, stored
+from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, SHAPE, all_hit, back_to, back_to_health, stored
 from tests.support.blocks import make_blocks
 from tests.support.cli import run_process
 from tests.support.etcdprocess import EtcdProcess, etcd_process, map_of
 from tests.support.servers import ServedCluster, ServerProcess, served_cluster
-from tests.support.waiting import came_true
+from tests.support.waiting import LATE_S, came_true
 
 GROUPS = [range(10), [10], [11]]
 OUTAGE_S = 1.3 * ETCD_LEASE_SECONDS

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 
 DEADLINE_S = 20.0
+LATE_S = 5.0
+"""How much later than its deadline a call may return on a loaded machine; one without a deadline takes far longer."""
 
 
 def eventually(holds: Callable[[], bool], deadline_s: float = DEADLINE_S) -> bool:
