@@ -23,7 +23,9 @@ HASH := $(shell cat pyproject.toml constraints.txt Makefile | sha256sum | cut -c
 VLLM_SET_UP := $(VLLM_VENV)/.set-up-$(HASH)
 SET_UP := $(VENV)/.set-up-$(HASH)
 
-TESTS ?= tests
+# What two processes test beside each other. Chaos, servers and models load the machine themselves: one after the other.
+TOGETHER := tests/unit tests/contract tests/crash
+TESTS ?=
 SEED ?= 1
 SECONDS ?= 600
 ENGINE_BUDGET_S ?= 2400
@@ -33,7 +35,7 @@ ENGINE_BUDGET_S ?= 2400
 help:
 	@echo 'make demo    a language model resumes a conversation from a store that lost two of twelve directories'
 	@echo 'make cluster-demo    twelve servers and two engines; servers are stopped, killed, replaced'
-	@echo 'make test    all tests'
+	@echo 'make test    all tests; TESTS=tests/servers for some'
 	@echo 'make etcd    fetch an etcd for the tests, where none is installed'
 	@echo 'make test-engines  vLLM with the store behind it, in an environment of its own (3.5 GB)'
 	@echo 'make vllm-demo     a fresh vLLM goes on from a store that lost two of twelve nodes'
@@ -72,7 +74,12 @@ cluster-demo: $(SET_UP)
 	$(BIN)/python -m tools.cluster_demo
 
 test: $(SET_UP) etcd
+ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
+else
+	$(BIN)/python -m pytest --numprocesses 2 $(TOGETHER)
+	$(BIN)/python -m pytest tests $(TOGETHER:%=--ignore=%)
+endif
 
 $(VLLM_SET_UP):
 	@echo 'setting up $(VLLM_VENV): 3.5 GB, some minutes the first time'
