@@ -17,7 +17,7 @@ from efs.limits import DATA_SHARDS, PLACEMENT_GROUPS, STRIPE_SHARDS
 from efs.osio import SystemIo
 from efs.placement import placement_group
 from efs.progress import read_progress
-from efs.storeview import StoreView, last_key
+from efs.storeview import StoreView, last_key, lock_holder
 from efs.tombstones import read_tombstones
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
 from kvstore.cli.terminal import Json, human_bytes, table
@@ -159,11 +159,12 @@ def _scaled(census: Census) -> Census:
 
 
 def node_rows(view: StoreView, census: Census) -> list[NodeRow]:
-    """The twelve nodes as they lie on disk; live bytes are what the census counted."""
+    """The twelve nodes as they lie on disk; live bytes are what the census counted. Serving is what some process holds:
+    the store's owner or a node server."""
+    io = SystemIo()
     readable = {node.node_index: node for node in view.views}
     problems = {problem.node: problem for problem in view.problems}
-    running = "serving" if view.owner() is not None else "closed"
-    syncing = read_progress(SystemIo(), view.root).syncing
+    syncing = read_progress(io, view.root).syncing
     rows = []
     for index, path in enumerate(view.config.node_paths):
         node = readable.get(index)
@@ -172,6 +173,7 @@ def node_rows(view: StoreView, census: Census) -> list[NodeRow]:
             state = "absent" if problem.kind is Kind.NODE_ABSENT else problem.kind.value
             rows.append(NodeRow(index, state, path, view.node_capacity, detail=problem.detail))
         else:
+            running = "closed" if lock_holder(io, path) is None else "serving"
             rows.append(
                 NodeRow(
                     index,

@@ -11,7 +11,8 @@ import pytest
 from efs.extent import location_of
 from efs.limits import STRIPE_SHARDS
 from efs.metrics import CounterFile
-from efs.nodedir import COUNTERS_FILE, index_path
+from efs.nodedir import COUNTERS_FILE, OwnerLock, index_path
+from efs.osio import SystemIo
 from efs.placement import placement_group, rotation_of
 from efs.storeview import StoreView
 from kvstore.cli.status_cmd import count_blocks
@@ -41,6 +42,17 @@ def test_status_counts_nodes_blocks_and_space(store: LaidStore) -> None:
     assert {node["state"] for node in seen["nodes"]} == {"closed"}
     assert all(node["records"] == 40 for node in seen["nodes"])
     assert all(node["disk_bytes"] <= node["capacity_bytes"] for node in seen["nodes"])
+
+
+def test_status_says_which_nodes_a_server_holds(store: LaidStore) -> None:
+    held = (3, 7)
+    locks = [OwnerLock.take(SystemIo(), store.node_path(node)) for node in held]
+    try:
+        states = [node["state"] for node in run("status", "--json", store=store.root).document()["nodes"]]
+    finally:
+        for lock in locks:
+            lock.release()
+    assert states == ["serving" if node in held else "closed" for node in range(STRIPE_SHARDS)]
 
 
 @pytest.mark.parametrize(("lost", "at_risk", "unreadable"), [(1, 40, 0), (2, 40, 0), (3, 0, 40)])
