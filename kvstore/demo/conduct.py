@@ -140,11 +140,6 @@ class Conductor:
             seconds=self.clock.monotonic() - started,
         )
 
-    @property
-    def rebuilt_when_whole(self) -> int | None:
-        """Blocks that a fetch rebuilds when all nodes are there; see `kvstore.demo.steps`."""
-        return 0 if self.salt is None else None
-
     # -- The parts
 
     def baseline(self, prepared: PrepareResult, additions: list[list[int]]) -> RunResult:
@@ -172,7 +167,7 @@ class Conductor:
             )
             full = len(prompt) // baseline.block_tokens
             expected = Expected(
-                blocks=known, rebuilt=self.rebuilt_when_whole, corrupt=0,
+                blocks=known, rebuilt=0, corrupt=0,
                 prefilled_tokens=len(prompt) - known * baseline.block_tokens, acked=full - known,
             )
             what = "compute and put" if number == 0 else "from the store"
@@ -219,7 +214,7 @@ class Conductor:
         zeroed = blocks // 2
         request = replace(final, save=False, zero_block=zeroed)
         expected = Expected(
-            blocks, self.rebuilt_when_whole, 0, len(final.prompt) - blocks * baseline.block_tokens, same_answer=False)
+            blocks, 0, 0, len(final.prompt) - blocks * baseline.block_tokens, same_answer=False)
         self.step(
             f"control: block {zeroed} zeroed", request, expected, baseline.turns[-1],
             baseline.block_bytes)
