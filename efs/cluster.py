@@ -14,6 +14,7 @@ store.toml, format version 1:
     capacity_bytes = raw bytes of all nodes together
     durability = "process" or "power"
     extent_bytes = bytes of an extent
+    group = 1                       only of a store that is a further EC group of a cluster: its number
 
     [[node]]                        twelve times, in the order of their index
     path = "nodes/00"               below the root, or absolute
@@ -73,6 +74,11 @@ class StoreConfig:
     extent_bytes: int
     node_paths: tuple[str, ...]
     node_ids: tuple[str, ...]
+    group: int = 0
+
+    def place(self, node_index: int) -> NodePlace:
+        """Where one of its nodes must be."""
+        return NodePlace(self.cluster_id, self.group, node_index)
 
 
 # -- Making a store -------------------------------------------------------------------------------------------------
@@ -80,8 +86,11 @@ class StoreConfig:
 
 def init_store(io: Io, root: str, capacity_bytes: int, *, node_paths: Sequence[str] | None, durability: str,
                extent_bytes: int | None, index_bytes: int | None = None, source: random.Random | None = None,
+               group_of: tuple[str, int] | None = None,
                device_of: Callable[[str], int] = lambda path: os.stat(path).st_dev) -> list[str]:
     """Make a store and return warnings. Everything is checked before anything is made.
+
+    group_of: make a further group of a cluster, of this id and with this number.
 
     InvalidArgument for a wrong setting, StoreExists for a place that is not empty, OpenFailed names the path.
     """
@@ -94,14 +103,17 @@ def init_store(io: Io, root: str, capacity_bytes: int, *, node_paths: Sequence[s
     for path in [root, *paths]:
         _require_empty(io, path)
     cluster_id, *node_ids = (f"{source.getrandbits(128):032x}" for _ in range(1 + STRIPE_SHARDS))
+    group = 0
+    if group_of is not None:
+        cluster_id, group = group_of
+    config = StoreConfig(cluster_id, capacity_bytes, chosen, plan.extent_bytes, written, tuple(node_ids), group)
     boot_id = machine_boot_id()
     try:
         _make_directories(io, root)
         if node_paths is None:
             io.mkdir(os.path.join(root, NODES_DIRECTORY))
         for index, (path, node_id) in enumerate(zip(paths, node_ids, strict=True)):
-            create_directory(io, path, NodePlace(cluster_id, 0, index), node_id, plan, boot_id)
-        config = StoreConfig(cluster_id, capacity_bytes, chosen, plan.extent_bytes, written, tuple(node_ids))
+            create_directory(io, path, config.place(index), node_id, plan, boot_id)
         replace_file(io, root, STORE_FILE, _render(config))
         sync_directory(io, os.path.dirname(os.path.abspath(root)))
         return device_warnings([device_of(path) for path in paths])
@@ -172,6 +184,8 @@ def _render(config: StoreConfig) -> bytes:
         f'durability = "{config.durability}"',
         f"extent_bytes = {config.extent_bytes}",
     ]
+    if config.group:
+        lines.append(f"group = {config.group}")
     for path, node_id in zip(config.node_paths, config.node_ids, strict=True):
         lines += ["", "[[node]]", f"path = {json.dumps(path, ensure_ascii=False)}", f'id = "{node_id}"']
     return ("\n".join(lines) + "\n").encode()
@@ -225,10 +239,13 @@ def _parse(file: str, root: str, values: dict[str, object]) -> StoreConfig:
     capacity, extent = field(values, "capacity_bytes", int), field(values, "extent_bytes", int)
     assert isinstance(capacity, int)
     assert isinstance(extent, int)
+    group = field(values, "group", int) if "group" in values else 0
+    assert isinstance(group, int)
     return StoreConfig(
         str(field(values, "cluster_id", str)), capacity, durability, extent,
         tuple(os.path.join(root, str(field(table, "path", str))) for table in listed),
         tuple(str(field(table, "id", str)) for table in listed),
+        group,
     )
 
 

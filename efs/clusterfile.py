@@ -1,4 +1,4 @@
-"""cluster.toml: which twelve nodes make a store, and at which addresses their servers are. Format version 1.
+"""cluster.toml: which nodes make a store, and at which addresses their servers are. Format version 1.
 
     format_version = 1
     cluster_id = "32 hex digits"
@@ -6,13 +6,18 @@
     upkeep_host = "name"                   optional: the machine on which a client looks after the store
     token_file = "path"                    optional: the token that servers ask clients for
     operator_token_file = "path"           optional: the token of operators, where they have one of their own
+    version = 2                            optional, 1: rises with each change that clients must not mix up
+    groups_added = [1764484800]            optional: when each EC group but the first was added, seconds since 1970
+    retention_seconds = 604800             optional: how long look-ups go to earlier owners after that
 
-    [[node]]                               twelve times, in the order of their index
+    [[node]]                               twelve times for each EC group, in the order of their index
     id = "32 hex digits"
     address = "unix:PATH" or "tcp:HOST:PORT"
 
 Relative paths begin at the file's directory, in which the tenants file stands too. Several nodes may have one address.
 A field that is not listed here is refused: a misspelt token file must not mean that there is none.
+
+Nodes of a cluster are numbered through: node n is node n mod 12 of group n div 12.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import json
 import os
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -29,16 +34,18 @@ import msgspec
 from efs.cluster import DURABILITIES, MOST_FILE_BYTES, Durability
 from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import CorruptRecord, FormatUnsupported, InvalidArgument, OpenFailed, StoreNotFound
-from efs.limits import FORMAT_VERSION, STRIPE_SHARDS
+from efs.limits import FORMAT_VERSION, GROUP_RETENTION_SECONDS, STRIPE_SHARDS
 from efs.nodedir import ID_HEX_DIGITS
 from efs.osio import Io, read_file, replace_file
+from efs.ownership import Ownership
 
 CLUSTER_FILE: Final = "cluster.toml"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """What cluster.toml says, paths joined to its directory. Node i has id `node_ids[i]` at `endpoints[i]`."""
+    """What cluster.toml says, paths joined to its directory, or a map in etcd. Node n, numbered through all groups,
+    has id `node_ids[n]` at `endpoints[n]`."""
 
     cluster_id: str
     durability: Durability
@@ -47,6 +54,16 @@ class ClusterConfig:
     upkeep_host: str | None = None
     token_file: str | None = None
     operator_token_file: str | None = None
+    version: int = 1
+    ownership: Ownership = field(default_factory=Ownership)
+
+    def __post_init__(self) -> None:
+        require_members(self.cluster_id, self.node_ids, self.ownership.groups)
+
+    def of_group(self, group: int) -> Sequence[tuple[str, Endpoint]]:
+        """Id and address of the twelve nodes of a group."""
+        some = slice(STRIPE_SHARDS * group, STRIPE_SHARDS * (group + 1))
+        return list(zip(self.node_ids[some], self.endpoints[some], strict=True))
 
 
 class _Node(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,11 +79,18 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     upkeep_host: str | None = None
     token_file: str | None = None
     operator_token_file: str | None = None
+    version: int = 1
+    groups_added: list[int] = []
+    retention_seconds: int = GROUP_RETENTION_SECONDS
 
 
 def read_cluster(io: Io, path: str) -> ClusterConfig:
     """StoreNotFound when there is no such file; OpenFailed, FormatUnsupported or CorruptRecord, naming it, when it
     cannot be used."""
+    return _read(io, path)[1]
+
+
+def _read(io: Io, path: str) -> tuple[_File, ClusterConfig]:
     try:
         values = tomllib.loads(read_file(io, path, MOST_FILE_BYTES).decode())
     except FileNotFoundError as error:
@@ -78,50 +102,77 @@ def read_cluster(io: Io, path: str) -> ClusterConfig:
     if values.get("format_version") != FORMAT_VERSION:
         raise FormatUnsupported(path, values.get("format_version"), FORMAT_VERSION)
     try:
-        return _checked(msgspec.convert(values, _File), os.path.dirname(os.path.abspath(path)))
+        file = msgspec.convert(values, _File)
+        return file, _checked(file, os.path.dirname(os.path.abspath(path)))
     except (msgspec.ValidationError, InvalidArgument) as error:
         raise CorruptRecord(f"{path}: {error}") from error
 
 
 def _checked(file: _File, base: str) -> ClusterConfig:
-    ids = [node.id for node in file.node]
-    if len(ids) != STRIPE_SHARDS:
-        raise InvalidArgument(f"{len(ids)} nodes, expected {STRIPE_SHARDS}")
-    require_members(file.cluster_id, ids)
-    tokens = [None if name is None else os.path.join(base, name)
-              for name in (file.token_file, file.operator_token_file)]
-    return ClusterConfig(file.cluster_id, file.durability, tuple(ids),
-                         tuple(parse_endpoint(node.address, base) for node in file.node), file.upkeep_host, *tokens)
+    if file.version < 1:
+        raise InvalidArgument(f"version is {file.version}, must be 1 at least")
+    token, operator_token = (None if name is None else os.path.join(base, name)
+                             for name in (file.token_file, file.operator_token_file))
+    return ClusterConfig(file.cluster_id, file.durability, tuple(node.id for node in file.node),
+                         tuple(parse_endpoint(node.address, base) for node in file.node), file.upkeep_host, token,
+                         operator_token, file.version, Ownership((0, *file.groups_added), file.retention_seconds))
 
 
-def require_members(cluster_id: str, node_ids: Sequence[str]) -> None:
-    """InvalidArgument unless these are ids, and no node's twice."""
+def require_members(cluster_id: str, node_ids: Sequence[str], groups: int) -> None:
+    """InvalidArgument unless these are ids, no node's twice, and twelve for each group."""
     for name in (cluster_id, *node_ids):
         if len(name) != ID_HEX_DIGITS or set(name) - set("0123456789abcdef"):
             raise InvalidArgument(f"the id {name!r} must be {ID_HEX_DIGITS} hex digits")
     if len(set(node_ids)) != len(node_ids):
         raise InvalidArgument("a node is named twice")
+    if len(node_ids) != groups * STRIPE_SHARDS:
+        of = "" if groups == 1 else f" for {groups} groups"
+        raise InvalidArgument(f"{len(node_ids)} nodes, expected {groups * STRIPE_SHARDS}{of}")
 
 
 def write_cluster(io: Io, root: str, cluster_id: str, durability: Durability, node_ids: Sequence[str],
                   addresses: Sequence[str], *, upkeep_host: str | None, token_file: str | None) -> str:
     """Write ROOT/cluster.toml; returns its path. Addresses as they are to stand in it. OpenFailed names the path."""
     assert durability in DURABILITIES
-    for address in addresses:
-        parse_endpoint(address, root)
-    lines = [f"format_version = {FORMAT_VERSION}", f'cluster_id = "{cluster_id}"', f'durability = "{durability}"']
-    if upkeep_host is not None:
-        lines.append(f"upkeep_host = {_quoted(upkeep_host)}")
-    if token_file is not None:
-        lines.append(f"token_file = {_quoted(token_file)}")
-    for node_id, address in zip(node_ids, addresses, strict=True):
-        lines += ["", "[[node]]", f'id = "{node_id}"', f"address = {_quoted(address)}"]
+    nodes = [_Node(node_id, address) for node_id, address in zip(node_ids, addresses, strict=True)]
     path = os.path.join(root, CLUSTER_FILE)
+    _write(io, path, _File(FORMAT_VERSION, cluster_id, durability, nodes, upkeep_host, token_file))
+    return path
+
+
+def add_group(io: Io, path: str, node_ids: Sequence[str], addresses: Sequence[str], now: float) -> ClusterConfig:
+    """Write cluster.toml anew with one more group, its next version; comments in it are lost. InvalidArgument for what
+    can be no group, else as `read_cluster`; then nothing was written."""
+    file, held = _read(io, path)
+    added = max(int(now), held.ownership.added_at[-1])
+    nodes = [_Node(node_id, address) for node_id, address in zip(node_ids, addresses, strict=True)]
+    wanted = msgspec.structs.replace(file, version=file.version + 1, groups_added=[*file.groups_added, added],
+                                     node=[*file.node, *nodes])
+    config = _checked(wanted, os.path.dirname(os.path.abspath(path)))
+    _write(io, path, wanted)
+    return config
+
+
+def _write(io: Io, path: str, file: _File) -> None:
+    root = os.path.dirname(os.path.abspath(path))
+    _checked(file, root)
+    lines = [f"format_version = {file.format_version}", f'cluster_id = "{file.cluster_id}"',
+             f'durability = "{file.durability}"']
+    for name in ("upkeep_host", "token_file", "operator_token_file"):
+        if (value := getattr(file, name)) is not None:
+            lines.append(f"{name} = {_quoted(value)}")
+    if file.version != 1:
+        lines.append(f"version = {file.version}")
+    if file.groups_added:
+        lines.append(f"groups_added = {file.groups_added}")
+    if file.retention_seconds != GROUP_RETENTION_SECONDS:
+        lines.append(f"retention_seconds = {file.retention_seconds}")
+    for node in file.node:
+        lines += ["", "[[node]]", f'id = "{node.id}"', f"address = {_quoted(node.address)}"]
     try:
-        replace_file(io, root, CLUSTER_FILE, ("\n".join(lines) + "\n").encode())
+        replace_file(io, root, os.path.basename(path), ("\n".join(lines) + "\n").encode())
     except OSError as error:
         raise OpenFailed(path, error) from error
-    return path
 
 
 def _quoted(text: str) -> str:

@@ -10,12 +10,15 @@ Everything of the cluster NAME has a key below /NAME/:
      "root": "/absolute/path", "upkeep_host": "name" or null,
      "token_file": "/path" or null, "operator_token_file": "/path" or null,
      "node_capacity_bytes": …, "extent_bytes": …,                          what a node is made with
-     "groups": [{"places": [{"node_id": …, "address": …, "incarnation": 1}, … twelve in the order of their index]}]}
+     "retention_seconds": …,                                               left out where it is the default
+     "groups": [{"places": [{"node_id": …, "address": …, "incarnation": 1}, … twelve in the order of their index],
+                 "added_at": seconds since 1970, left out for the first group}, …]}
 
 *The map* is changed by an operator's command only. Each change raises `version` by one and is written only if the
 document is still the one that was read, so that of two changes at once one is refused. `incarnation` counts the nodes
 that a place has had; each has an id of its own. Clients ask a server for the id that the map names, so that a server
-of an earlier incarnation is refused wherever it turns up. There is one group: the filesystem has no more.
+of an earlier incarnation is refused wherever it turns up. Groups are added at the end and never removed
+(`efs/ownership.py`); node n of the cluster is place n mod 12 of group n div 12.
 
 *Paths* of the root and of token files are as each client's machine has them, and tokens never stand in etcd. The root
 is where the tenants file is looked for, and on `upkeep_host` the lock and the notes of who looks after the store.
@@ -28,7 +31,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -37,7 +41,8 @@ from efs.cluster import Durability
 from efs.clusterfile import ClusterConfig, require_members
 from efs.endpoint import parse_endpoint
 from efs.errors import CorruptRecord, FormatUnsupported, InvalidArgument
-from efs.limits import ETCD_DOCUMENT_BYTES, STRIPE_SHARDS
+from efs.limits import ETCD_DOCUMENT_BYTES, GROUP_RETENTION_SECONDS, STRIPE_SHARDS
+from efs.ownership import Ownership
 
 MAP_FORMAT_VERSION: Final = 1
 ETCD_SCHEME: Final = "etcd://"
@@ -83,7 +88,7 @@ def parse_etcd_url(text: str) -> EtcdUrl:
 
 @dataclass(frozen=True, slots=True)
 class MapPlace:
-    """One of the twelve places: who is there, at which address, and the how many-th it is."""
+    """A place of a group: who is there, at which address, and the how many-th it is."""
 
     node_id: str
     address: str
@@ -92,7 +97,7 @@ class MapPlace:
 
 @dataclass(frozen=True, slots=True)
 class ClusterMap:
-    """See the module docstring."""
+    """See the module docstring. places: of all groups, twelve each, in order."""
 
     version: int
     cluster_id: str
@@ -104,11 +109,10 @@ class ClusterMap:
     upkeep_host: str | None = None
     token_file: str | None = None
     operator_token_file: str | None = None
+    ownership: Ownership = field(default_factory=Ownership)
 
     def __post_init__(self) -> None:
-        if len(self.places) != STRIPE_SHARDS:
-            raise InvalidArgument(f"{len(self.places)} places, expected {STRIPE_SHARDS}")
-        require_members(self.cluster_id, [place.node_id for place in self.places])
+        require_members(self.cluster_id, [place.node_id for place in self.places], self.ownership.groups)
         for path in (self.root, self.token_file, self.operator_token_file):
             if path is not None and (not os.path.isabs(path) or "\0" in path):
                 raise InvalidArgument(f"the path {path!r} must be absolute")
@@ -124,7 +128,14 @@ class ClusterMap:
         """The map as what clients connect to."""
         return ClusterConfig(self.cluster_id, self.durability, tuple(place.node_id for place in self.places),
                              tuple(parse_endpoint(place.address) for place in self.places), self.upkeep_host,
-                             self.token_file, self.operator_token_file)
+                             self.token_file, self.operator_token_file, self.version, self.ownership)
+
+    def with_group(self, nodes: Sequence[tuple[str, str]], now: float) -> ClusterMap:
+        """The next version, with one more group of twelve (id, address) nodes, added now."""
+        added_at = max(int(now), self.ownership.added_at[-1])
+        ownership = replace(self.ownership, added_at=(*self.ownership.added_at, added_at))
+        return replace(self, version=self.version + 1, ownership=ownership,
+                       places=(*self.places, *(MapPlace(node_id, address, 1) for node_id, address in nodes)))
 
     def with_node(self, node_index: int, address: str, node_id: str) -> ClusterMap:
         """The next version, with another node in a place: its next incarnation."""
@@ -136,8 +147,8 @@ class ClusterMap:
         return self._with(node_index, replace(self._place(node_index), address=address))
 
     def _place(self, node_index: int) -> MapPlace:
-        if not 0 <= node_index < STRIPE_SHARDS:
-            raise InvalidArgument(f"no node has index {node_index}, must be 0 to {STRIPE_SHARDS - 1}")
+        if not 0 <= node_index < len(self.places):
+            raise InvalidArgument(f"no node has index {node_index}, must be 0 to {len(self.places) - 1}")
         return self.places[node_index]
 
     def _with(self, node_index: int, place: MapPlace) -> ClusterMap:
@@ -158,11 +169,12 @@ class ServerNote:
 # -- Documents ------------------------------------------------------------------------------------------------------
 
 
-class _Group(msgspec.Struct, forbid_unknown_fields=True):
+class _Group(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     places: list[MapPlace]
+    added_at: int = 0
 
 
-class _Map(msgspec.Struct, forbid_unknown_fields=True):
+class _Map(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     format_version: int
     version: int
     cluster_id: str
@@ -174,6 +186,7 @@ class _Map(msgspec.Struct, forbid_unknown_fields=True):
     node_capacity_bytes: int
     extent_bytes: int
     groups: list[_Group]
+    retention_seconds: int = GROUP_RETENTION_SECONDS
 
 
 class _Format(msgspec.Struct):
@@ -183,9 +196,11 @@ class _Format(msgspec.Struct):
 def encode_map(cluster_map: ClusterMap) -> bytes:
     """The document of a map, of one line for each place, so that a person can read it with any etcd client."""
     values = cluster_map
+    groups = [_Group(list(values.places[STRIPE_SHARDS * group : STRIPE_SHARDS * (group + 1)]), added_at)
+              for group, added_at in enumerate(values.ownership.added_at)]
     document = _Map(MAP_FORMAT_VERSION, values.version, values.cluster_id, values.durability, values.root,
                     values.upkeep_host, values.token_file, values.operator_token_file, values.node_capacity_bytes,
-                    values.extent_bytes, [_Group(list(values.places))])
+                    values.extent_bytes, groups, values.ownership.retention_seconds)
     data = msgspec.json.format(msgspec.json.encode(document), indent=1)
     assert len(data) <= ETCD_DOCUMENT_BYTES
     return data
@@ -199,11 +214,16 @@ def decode_map(data: bytes, where: str) -> ClusterMap:
         if version != MAP_FORMAT_VERSION:
             raise FormatUnsupported(where, version, MAP_FORMAT_VERSION)
         document = msgspec.json.decode(data, type=_Map)
-        if len(document.groups) != 1:
-            raise InvalidArgument(f"{len(document.groups)} groups, this program knows one")
+        sizes = {len(group.places) for group in document.groups}
+        if sizes != {STRIPE_SHARDS}:
+            found = ", ".join(str(len(group.places)) for group in document.groups)
+            raise InvalidArgument(f"{len(document.groups)} groups of {found or 0} places, each must have "
+                                  f"{STRIPE_SHARDS}")
+        ownership = Ownership(tuple(group.added_at for group in document.groups), document.retention_seconds)
+        places = tuple(place for group in document.groups for place in group.places)
         return ClusterMap(document.version, document.cluster_id, document.durability, document.root,
-                          document.node_capacity_bytes, document.extent_bytes, tuple(document.groups[0].places),
-                          document.upkeep_host, document.token_file, document.operator_token_file)
+                          document.node_capacity_bytes, document.extent_bytes, places, document.upkeep_host,
+                          document.token_file, document.operator_token_file, ownership)
     except (msgspec.DecodeError, InvalidArgument, UnicodeDecodeError, RecursionError) as error:
         raise CorruptRecord(f"{where}: {error}") from error
 
@@ -231,7 +251,7 @@ def _require_size(data: bytes) -> None:
 # -- Changes --------------------------------------------------------------------------------------------------------
 
 
-def may_follow(held: ClusterMap, found: ClusterMap) -> str | None:
+def may_follow(held: ClusterConfig, found: ClusterConfig) -> str | None:
     """Why a client that goes by `held` must not go over to `found`; None when it may."""
     if found.cluster_id != held.cluster_id:
         return f"it is of cluster {found.cluster_id}, this is {held.cluster_id}"
@@ -239,9 +259,12 @@ def may_follow(held: ClusterMap, found: ClusterMap) -> str | None:
         return f"its durability is {found.durability}, the store was opened with {held.durability}"
     if found.version < held.version:
         return f"its version is {found.version}, and {held.version} was seen already"
+    if found.ownership.added_at[: held.ownership.groups] != held.ownership.added_at:
+        return "it lacks groups that were there"
     return None
 
 
-def changed_places(held: ClusterMap, found: ClusterMap) -> list[int]:
-    """Indices of the places where there is another node, or the same one elsewhere."""
-    return [index for index, (old, new) in enumerate(zip(held.places, found.places, strict=True)) if old != new]
+def changed_places(held: ClusterConfig, found: ClusterConfig) -> list[int]:
+    """Numbers of the places of `held` where there is another node, or the same one elsewhere."""
+    places = zip(held.node_ids, held.endpoints, found.node_ids, found.endpoints, strict=False)
+    return [index for index, (old_id, old, new_id, new) in enumerate(places) if (old_id, old) != (new_id, new)]

@@ -43,6 +43,7 @@ from efs.limits import (
     ETCD_RETRY_MS,
     INFO_DEADLINE_MS,
     MAX_ETCD_RETRY_MS,
+    STRIPE_SHARDS,
 )
 from efs.session import ServedNode
 
@@ -271,8 +272,9 @@ class Registration:
         try:
             while True:
                 places = (await self._store.read()).map.places
+                named = {(place.node_id, number % STRIPE_SHARDS) for number, place in enumerate(places)}
                 for served in self._served:
-                    await self._tell(served, served.node_id == places[served.node.node_index].node_id, told, lease)
+                    await self._tell(served, (served.node_id, served.node.node_index) in named, told, lease)
                 await asyncio.sleep(ETCD_BEAT_MS / 1000)
                 if not await self._store.renew(lease):
                     return

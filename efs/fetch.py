@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ from efs.pinning import Pins
 from efs.placement import placement_group, rotation_of, runs, shard_of_node, spare_shard_of
 from efs.shape import BlockShape
 from efs.shard import header_dtype
-from efs.target import Target
+from efs.target import Part, PartTarget, Target
 from efs.types import GetReport
 from efs.unitread import ReadContext, Tally, UnitReads, stretches
 
@@ -47,14 +48,15 @@ class Fetch:
     """One `get_into`: `run` once, then `abandon` whatever happened."""
 
     def __init__(self, context: ReadContext, keys: Sequence[bytes], shape: BlockShape, out: memoryview,
-                 on_segment: OnSegment | None, deadline: Deadline) -> None:
+                 on_segment: OnSegment | None, deadline: Deadline, part: Part | None = None) -> None:
+        """part: which blocks of `out` these are, when it has others besides."""
         self._context = context
         self._keys = keys
         self._shape = shape
-        self._target = Target(out, shape, len(keys))
+        self._target = Target(out, shape, len(keys)) if part is None else PartTarget(out, shape, part)
         self._on_segment = on_segment
         self._deadline = deadline
-        self._runs = [(start, stop, placement_group(keys[start])) for start, stop in runs(keys)]
+        self._runs = [(start, stop, placement_group(keys[start])) for start, stop in _neighbours(keys, part)]
         rotation = np.empty(len(keys), np.uint8)
         for start, stop, group in self._runs:
             rotation[start:stop] = rotation_of(group)
@@ -333,3 +335,14 @@ class Fetch:
 
 def _leading(flags: NDArray[np.bool_]) -> int:
     return len(flags) if flags.all() else int(np.argmin(flags))
+
+
+def _neighbours(keys: Sequence[bytes], part: Part | None) -> list[tuple[int, int]]:
+    """[start, stop) of stretches of one placement group that are neighbours in the buffer too."""
+    if part is None:
+        return runs(keys)
+    cut: list[tuple[int, int]] = []
+    for start, stop in runs(keys):
+        borders = [start, *part.breaks(start, stop), stop]
+        cut += pairwise(borders)
+    return cut

@@ -24,6 +24,9 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from efs.ask import all_of, tables_of
 from efs.background import Background
 from efs.burial import words_of
@@ -55,7 +58,7 @@ from efs.memory import flat_bytes
 from efs.mend import Mender
 from efs.metrics import CounterFile
 from efs.node import DirectoryNode
-from efs.nodedir import COUNTERS_FILE, NodePlace, OwnerLock
+from efs.nodedir import COUNTERS_FILE, OwnerLock
 from efs.osio import Io, SystemIo
 from efs.pace import Traffic
 from efs.progress import Progress, read_progress
@@ -65,6 +68,7 @@ from efs.reader import Reader
 from efs.shape import BlockShape
 from efs.stripe import ShardReport, shards_of
 from efs.sweep import SweepReport
+from efs.target import Part
 from efs.tombstones import Tombstones, read_tombstones, write_tombstones
 from efs.types import DropItem, GetReport, NodeInfo, PutItem, PutReport
 from efs.upkeep import Upkeep
@@ -84,12 +88,13 @@ class FileSystem:
                  config: StoreConfig | None = None, lock: OwnerLock | None = None,
                  problems: Mapping[int, str] | None = None, progress: Progress | None = None, io: Io | None = None,
                  tombstones: Tombstones | None = None, maintain: bool = True, scrub: bool = False,
-                 root: str | None = None) -> None:
+                 root: str | None = None, notes: str | None = None, quotas: Quotas | None = None) -> None:
         """Over nodes that are open already; `open` is the way to a store on disk. Must run on the loop.
 
         root: the directory of what belongs to the store as a whole, such as the tenants file.
         progress, tombstones: what the store's root notes of its upkeep and of purged tenants, whose records the nodes
-        refuse already; with io and a lock both are kept up to date there."""
+        refuse already; with io both are kept up to date in the directory `notes`, by default that of the lock.
+        quotas: of the store of which these nodes are one group."""
         progress = progress or Progress()
         gates = {index: JoiningNode(node) for index in progress.syncing if (node := nodes[index]) is not None}
         ungated, nodes = nodes, [gates.get(index, node) for index, node in enumerate(nodes)]
@@ -104,13 +109,14 @@ class FileSystem:
         self.health = Health(nodes, clock)
         self.mender = Mender(nodes, self.health, codec, counters, clock)
         self._reader = Reader(nodes, codec, counters, clock, self.mender.report)
-        root = lock.path if lock is not None else None
-        self._purger = Purger(ungated, counters, clock, tombstones or {}, io, root)
-        self.quotas = Quotas(ungated, clock)
+        if notes is None and lock is not None:
+            notes = lock.path
+        self._purger = Purger(ungated, counters, clock, tombstones or {}, io, notes)
+        self.quotas = quotas if quotas is not None else Quotas(ungated, clock)
         self._writer = Writer(nodes, self.health, codec, counters, clock, quotas=self.quotas)
         self._matcher = Matcher(nodes, self.health)
         self._traffic = Traffic()
-        self.upkeep = Upkeep(ungated, gates, codec, counters, clock, self._traffic, progress, self._purger, io, root)
+        self.upkeep = Upkeep(ungated, gates, codec, counters, clock, self._traffic, progress, self._purger, io, notes)
         self._background = Background()
         self._background.start("mend", self.mender.run)
         if gates and maintain:
@@ -183,6 +189,13 @@ class FileSystem:
         with self._traffic.call():
             return await self._reader.get_into(keys, shape, target.data, on_segment, deadline)
 
+    async def get_part(self, keys: Sequence[bytes], shape: BlockShape, out: NDArray[np.uint8], part: Part, *,
+                       on_segment: OnSegment | None = None, deadline_ms: float) -> GetReport:
+        """`get_into` for blocks that are a part of those for which `out` has its places."""
+        deadline = self._begin(keys, deadline_ms)
+        with self._traffic.call():
+            return await self._reader.get_into(keys, shape, out.data, on_segment, deadline, part)
+
     async def put(self, items: Sequence[PutItem], shape: BlockShape, blocks: Any, *, deadline_ms: float) -> PutReport:
         """Store blocks from a block-major buffer of len(items) · block_bytes.
 
@@ -207,9 +220,19 @@ class FileSystem:
         self.counters.add("match_blocks", found)
         return found
 
+    async def present(self, keys: Sequence[bytes], *, strict: bool = False, deadline_ms: float) -> NDArray[np.bool_]:
+        """(n,): which of the keys are present, each for itself, as `match` sees it."""
+        deadline = self._begin(keys, deadline_ms)
+        with self._traffic.call():
+            return await self._matcher.present(keys, strict, deadline)
+
     async def drop(self, keys: Sequence[bytes], *, deadline_ms: float) -> int:
         """Remove every version of these blocks from the nodes that can be reached; returns of how many keys something
         was removed. What unreachable nodes hold stays; as long as they are at most two, it is not readable."""
+        return len(await self.drop_keys(keys, deadline_ms=deadline_ms))
+
+    async def drop_keys(self, keys: Sequence[bytes], *, deadline_ms: float) -> set[bytes]:
+        """`drop`; returns the keys of which something was removed."""
         deadline = self._begin(keys, deadline_ms)
         self._may_change(dropping=True)
         nodes = self._reachable()
@@ -225,7 +248,7 @@ class FileSystem:
             if items:
                 calls[index] = nodes[index].drop(items, deadline)
         await all_of(calls, deadline, len(calls))
-        return len(dropped)
+        return dropped
 
     # -- space ----------------------------------------------------------------------------------------------------
 
@@ -382,8 +405,7 @@ async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,
         try:
             check_node_id(io, path, config.node_ids[index])
             made[index] = opened[index] = await DirectoryNode.open(
-                path, NodePlace(config.cluster_id, 0, index), io=io, clock=clock, durability=config.durability,
-                mapped=mapped)
+                path, config.place(index), io=io, clock=clock, durability=config.durability, mapped=mapped)
         except EfsError as error:
             if not tolerable(error):
                 raise

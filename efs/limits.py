@@ -249,10 +249,25 @@ TOKEN_MIN_BYTES: Final = 16
 TOKEN_MAX_BYTES: Final = 4 * KIB
 NONCE_BYTES: Final = 32
 
+# -- Groups of a cluster --------------------------------------------------------------------------------------------
+
+MAX_CLUSTER_GROUPS: Final = 64
+"""768 nodes: a client has two connections to each, and a process 1,024 descriptors to begin with; more need raised
+limits of everything."""
+GROUP_RETENTION_SECONDS: Final = 7 * 86_400
+"""After a group was added, for so long look-ups go to earlier owners too. What is used at all is used within a week;
+misses of moved keys cost a second look-up meanwhile."""
+MAX_GROUP_RETENTION_SECONDS: Final = 365 * 86_400
+LOCATE_MS: Final = 500.0
+"""For asking present owners whether they have keys that earlier ones may have, before a fetch: a group whose servers
+have just stopped must leave the rest of the call its time."""
+LOCATE_SHARE: Final = 0.25
+"""Of what is left of a fetch's deadline, where that is less."""
+
 # -- etcd -----------------------------------------------------------------------------------------------------------
 
-ETCD_DOCUMENT_BYTES: Final = 64 * KIB
-"""A map or a server's note: twelve places of 300 bytes, and long paths."""
+ETCD_DOCUMENT_BYTES: Final = 512 * KIB
+"""A map or a server's note: MAX_CLUSTER_GROUPS times twelve places of 600 bytes, and long paths; etcd takes 1.5 MiB."""
 ETCD_CALL_MS: Final = 3_000.0
 """For one call to etcd: an election of its members takes one second."""
 ETCD_REREAD_MS: Final = 15_000.0

@@ -96,10 +96,18 @@ class Matcher:
 
     async def match(self, keys: Sequence[bytes], strict: bool, deadline: Deadline) -> int:
         """How many leading keys are present. By the deadline it returns what was certain until then."""
+        return _first(~await self._presence(keys, strict, deadline, leading=True))
+
+    async def present(self, keys: Sequence[bytes], strict: bool, deadline: Deadline) -> Flags:
+        """(n,): which of the keys are present, whatever becomes of those before them."""
+        return await self._presence(keys, strict, deadline, leading=False)
+
+    async def _presence(self, keys: Sequence[bytes], strict: bool, deadline: Deadline, leading: bool) -> Flags:
+        """Which keys are present; `leading`: only those count that are in front of the first one that is absent."""
         readable = self._health.readable()
         down = STRIPE_SHARDS - len(readable)
         if not keys or down > PARITY_SHARDS:
-            return 0
+            return np.zeros(len(keys), np.bool_)
         spans = runs(keys)
         rotations = [rotation_of(placement_group(keys[start])) for start, _ in spans]
         lengths = [stop - start for start, stop in spans]
@@ -107,8 +115,8 @@ class Matcher:
         sample = _sample(spans, rotations, readable)
         failed = await self._collect(evidence, keys, sample, MATCH_SAMPLE_NODES, deadline)
         present, absent = evidence.verdict(sampled=not strict)
-        stop = _first(absent)
-        doubtful = np.arange(stop) if strict else np.flatnonzero(~present[:stop])
+        stop = _first(absent) if leading else len(keys)
+        doubtful = np.flatnonzero(~absent[:stop] if strict else ~(present | absent)[:stop])
         if len(doubtful):
             others = [index for index in readable if index not in failed]
             rest = {index: doubtful[~evidence.answered[index, doubtful]] for index in others}
@@ -116,7 +124,7 @@ class Matcher:
             settled, _ = evidence.verdict(sampled=False)
             # A column that nobody was asked about again keeps the sample's verdict.
             present[doubtful] = settled[doubtful]
-        return _first(~present)
+        return present
 
     async def _collect(self, evidence: Evidence, keys: Sequence[bytes], columns_of: dict[int, Columns], enough: int,
                        deadline: Deadline) -> set[int]:

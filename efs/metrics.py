@@ -65,6 +65,8 @@ COUNTERS: tuple[str, ...] = (
     "places_changed",
     # what a node's server sent of slots that readers asked for
     "wire_reads", "wire_read_bytes",
+    # blocks that a fetch looked for at an earlier owner, because the present one had none of them
+    "previous_owner_blocks",
 )
 NODE_COUNTERS: Final = tuple(name for name in COUNTERS if name != "node_mended"
                              and (name.startswith(("node_", "wire_")) or name == "staged_reads"))

@@ -32,7 +32,7 @@ OVER_QUOTA = "quota: the tenant has no room for these blocks"
 
 
 class Quotas:
-    """Of the nodes of a group. Tags without a limit are not counted."""
+    """Of the nodes of a store, of all its groups. Tags without a limit are not counted."""
 
     def __init__(self, nodes: Sequence[Node | None], clock: Clock) -> None:
         self._nodes = tuple(nodes)
@@ -42,6 +42,10 @@ class Quotas:
         self._ended: Counter[bytes] = Counter()
         """Reservations that ended while a decision was being made."""
         self._deciding = asyncio.Lock()
+
+    def extend(self, nodes: Sequence[Node | None]) -> None:
+        """Nodes of another group, which hold a part of what is limited."""
+        self._nodes = (*self._nodes, *nodes)
 
     @property
     def any(self) -> bool:

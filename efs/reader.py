@@ -10,6 +10,7 @@ from efs.contract import Node
 from efs.fetch import Fetch, OnSegment
 from efs.metrics import CounterFile
 from efs.shape import BlockShape
+from efs.target import Part
 from efs.types import GetReport
 from efs.unitread import CorruptShard, ReadContext
 
@@ -25,13 +26,14 @@ class Reader:
         self.context = ReadContext(nodes, codec, counters, clock, report)
 
     async def get_into(self, keys: Sequence[bytes], shape: BlockShape, out: memoryview, on_segment: OnSegment | None,
-                       deadline: Deadline) -> GetReport:
-        """Fetch the blocks of `keys` segment-major into `out`, a flat writable byte view of exactly their size.
+                       deadline: Deadline, part: Part | None = None) -> GetReport:
+        """Fetch the blocks of `keys` segment-major into `out`, a flat writable byte view of exactly their size; or of
+        the size of all blocks of which these are a `part`.
 
         Returns by the deadline with what was verified until then. Nothing writes to `out` after the return, whether by
         result, exception or cancellation. Bytes of blocks that are not ok are undefined.
         """
-        fetch = Fetch(self.context, keys, shape, out, on_segment, deadline)
+        fetch = Fetch(self.context, keys, shape, out, on_segment, deadline, part)
         try:
             return await fetch.run()
         finally:

@@ -82,7 +82,7 @@ def _prepare(io: Io, root: str, index: int, path: str | None, source: random.Ran
     making = progress.making.get(index) if same else None
     if absent_because(place) is None:
         found = read_config(io, place)
-        ours = found.place == NodePlace(config.cluster_id, 0, index) and found.node_id == config.node_ids[index]
+        ours = found.place == config.place(index) and found.node_id == config.node_ids[index]
         if not (ours and same):
             raise StoreExists(place)
         if index not in progress.syncing:
@@ -95,7 +95,7 @@ def _prepare(io: Io, root: str, index: int, path: str | None, source: random.Ran
     progress = replace(progress, syncing={**progress.syncing, index: None}, making={**progress.making, index: node_id})
     write_progress(io, root, progress)
     write_store_config(io, root, _with_node(config, index, place, node_id))
-    _make(io, place, NodePlace(config.cluster_id, 0, index), node_id, plan)
+    _make(io, place, config.place(index), node_id, plan)
     _note_made(io, root, progress, index)
     return Prepared(index, place, node_id, making is not None)
 

@@ -57,7 +57,7 @@ class StoreView:
         try:
             for index, path in enumerate(config.node_paths):
                 found = _view(
-                    io, path, NodePlace(config.cluster_id, 0, index), config.node_ids[index], unreadable.get(index)
+                    io, path, config.place(index), config.node_ids[index], unreadable.get(index)
                 )
                 if isinstance(found, NodeView):
                     views.append(found)

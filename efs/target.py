@@ -3,9 +3,13 @@
 The buffer holds n blocks segment-major (see `efs.shape`). `landing` tells a node where the pieces of its shards belong,
 `segment_hashes` reads back what landed; `shard_rows`, `wanted_rows` and `store_rows` give Reed-Solomon the shards as
 2-D arrays, in place where a shard is one whole piece, through a copy where segment borders or padding cut it.
+
+`PartTarget` is the same for a fetch of some of the buffer's blocks, which has numbers of its own for them.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,3 +96,46 @@ class Target:
             return
         for piece in self.shape.pieces[shard]:
             self._piece_rows(piece, start, stop)[...] = rows[:, piece.shard_offset : piece.shard_offset + piece.size]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some blocks of a buffer of `blocks` blocks: block i of the part is block `rows[i]` of the buffer. Ascending."""
+
+    blocks: int
+    rows: NDArray[np.intp]
+
+    def breaks(self, start: int, stop: int) -> list[int]:
+        """Where in [start, stop) of the part a block is not the neighbour of the one before it in the buffer."""
+        return (np.flatnonzero(np.diff(self.rows[start:stop]) != 1) + start + 1).tolist()
+
+
+class PartTarget(Target):
+    """A part of a buffer, by the part's own block numbers. Blocks that are named together must be neighbours in the
+    buffer too."""
+
+    def __init__(self, out: memoryview, shape: BlockShape, part: Part) -> None:
+        super().__init__(out, shape, part.blocks)
+        self._rows: list[int] = part.rows.tolist()
+
+    def landing(self, shard: int, block: int) -> Landing:
+        return super().landing(shard, self._rows[block])
+
+    def store_slots(self, shard: int, block: int, slots: NDArray[np.uint8]) -> None:
+        super().store_slots(shard, self._rows[block], slots)
+
+    def segment_hashes(self, segment: int, start: int, stop: int) -> list[int]:
+        return super().segment_hashes(segment, *self._there(start, stop))
+
+    def shard_rows(self, shard: int, start: int, stop: int) -> NDArray[np.uint8]:
+        return super().shard_rows(shard, *self._there(start, stop))
+
+    def wanted_rows(self, shard: int, start: int, stop: int) -> NDArray[np.uint8]:
+        return super().wanted_rows(shard, *self._there(start, stop))
+
+    def store_rows(self, shard: int, start: int, stop: int, rows: NDArray[np.uint8]) -> None:
+        super().store_rows(shard, *self._there(start, stop), rows)
+
+    def _there(self, start: int, stop: int) -> tuple[int, int]:
+        first = self._rows[start]
+        return first, first + stop - start

@@ -98,8 +98,9 @@ class UnitReads:
         self.tally = tally
         self.deadline = deadline
         self.event = asyncio.Event()
-        self.good = np.zeros((len(target.shape.segment_bytes), target.blocks), np.bool_)
-        self.dead = np.zeros(target.blocks, np.bool_)
+        blocks = pins.location.shape[1]
+        self.good = np.zeros((len(target.shape.segment_bytes), blocks), np.bool_)
+        self.dead = np.zeros(blocks, np.bool_)
         self.suspects: list[tuple[Unit, int]] = []
         self._shard_bytes, self._slot_bytes = target.shape.shard_bytes, target.shape.slot_bytes
         self._linked = np.diff(pins.location, axis=1) == 1

@@ -26,6 +26,7 @@ from efs.clusterfs import open_cluster
 from efs.clustermap import ETCD_SCHEME, parse_etcd_url
 from efs.errors import InvalidArgument, StoreClosed
 from efs.fs import FileSystem, OnSegment
+from efs.groups import AnyFileSystem
 from efs.limits import MAX_DEADLINE_MS
 from efs.types import GetReport, NodeInfo, PutItem, PutReport
 from kvstore.buffers import flat_bytes
@@ -91,7 +92,7 @@ def _path_of(url: str | os.PathLike[str]) -> str:
 class KVStore:
     """A KV cache store on the running event loop; made by `open`, usable as an async context manager."""
 
-    def __init__(self, filesystem: FileSystem, root: str, *, config: Config | None = None) -> None:
+    def __init__(self, filesystem: AnyFileSystem, root: str, *, config: Config | None = None) -> None:
         """For `open`, and for tests with a filesystem of their own; must run on the loop that will use the store."""
         self._filesystem = filesystem
         self._root = root
@@ -106,8 +107,9 @@ class KVStore:
         StoreNotFound, Locked, IdentityMismatch, …"""
         config = config or Config()
         cluster = cluster_of(url)
-        filesystem = (await open_cluster(cluster, scrub=config.scrub) if cluster is not None
-                      else await FileSystem.open(store_root(url), mapped=config.mapped, scrub=config.scrub))
+        filesystem: AnyFileSystem = (
+            await open_cluster(cluster, scrub=config.scrub) if cluster is not None
+            else await FileSystem.open(store_root(url), mapped=config.mapped, scrub=config.scrub))
         root = filesystem.root if cluster is not None and filesystem.root is not None else store_root(url)
         try:
             apply_quotas(filesystem, root)
@@ -132,7 +134,7 @@ class KVStore:
         return self._config
 
     @property
-    def filesystem(self) -> FileSystem:
+    def filesystem(self) -> AnyFileSystem:
         """The filesystem below, for maintenance commands."""
         return self._filesystem
 

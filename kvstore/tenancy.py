@@ -14,17 +14,19 @@ A purge that finds `purging` set goes on at step 2. Retired tags of earlier rota
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from efs.fs import FileSystem
+from efs.groups import AnyFileSystem
 from efs.limits import DATA_SHARDS, STRIPE_SHARDS
 from efs.osio import Io
 from efs.purge import PurgeReport
 from kvstore.tenants import NO_TENANT_TAG, Tenant, begin_purge, end_purge, find_tenant, list_tenants
 
 ENOUGH_NODES = STRIPE_SHARDS - DATA_SHARDS + 1
-"""Nodes without a record of a tag that prove that no block of it can be read: nine others are too few."""
+"""Nodes of a group without a record of a tag that prove that no block of it can be read there: nine others are too
+few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,13 @@ def uses_of(tenants: list[Tenant], by_tag: Mapping[bytes, int]) -> dict[str, Ten
     return {name: TenantUse(by_tag.get(tag, 0)) for name, tag in tags.items()}
 
 
-def apply_quotas(filesystem: FileSystem, root: str) -> None:
+def apply_quotas(filesystem: AnyFileSystem, root: str) -> None:
     """Have the store hold the quotas of the tenants file as it is now. InvalidArgument names a file that is wrong."""
     filesystem.quotas.limit({tenant.tag: tenant.quota_bytes for tenant in list_tenants(root)
                              if tenant.quota_bytes is not None})
 
 
-async def purge_tenant(filesystem: FileSystem, root: str, name: str, *, unless_empty: bool = False,
+async def purge_tenant(filesystem: AnyFileSystem, root: str, name: str, *, unless_empty: bool = False,
                        io: Io | None = None) -> Purged:
     """Purge all that was ever stored under a tenant's name; it can store again at once, under new keys. Namespaces that
     were made before still have the old secret: what is put through them is refused.
@@ -74,7 +76,8 @@ async def purge_tenant(filesystem: FileSystem, root: str, name: str, *, unless_e
     tenant = find_tenant(root, name, io=io)
     held, silent = await filesystem.tenant_bytes()
     stored = sum(held.get(tag, 0) for tag in (tenant.tag, *tenant.retired))
-    empty = not held.get(tenant.tag) and STRIPE_SHARDS - len(silent) >= ENOUGH_NODES
+    most_silent = max(Counter(node // STRIPE_SHARDS for node in silent).values(), default=0)
+    empty = not held.get(tenant.tag) and STRIPE_SHARDS - most_silent >= ENOUGH_NODES
     if unless_empty and empty and not tenant.purging:
         return Purged(tenant, await filesystem.purge(tenant.retired), False, stored)
     begun = not tenant.purging

@@ -26,11 +26,11 @@ ORDER: Final = {
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
         contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate fill lookups
         nodereads placer nodewriter recovery verifier background collector burial node wire handshake messages endpoint
-        stream session server link remote cluster clusterfile clustermap etcd hedge pinning scratch
+        stream session server link remote cluster ownership clusterfile clustermap etcd hedge pinning scratch
         target unitread examine fetch reader joining health ask pieces staging survey quota writer pace listing sweep
         findings indexprobe nodeview tenantcount storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
         memory stripe mend rebuild repair progress scrub tombstones purge exposition statuspage serving upkeep fs
-        clusterfs replace culprit fsckrepair
+        joined groups clusterfs replace culprit fsckrepair
     """,
     "kvstore": """
         config tenants tenancy buffers layout keys hit loopthread store localset benchwork bench benchserved connectors

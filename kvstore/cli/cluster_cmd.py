@@ -13,6 +13,7 @@ import typer
 import uvloop
 from rich.console import Console
 
+from efs.clock import SystemClock
 from efs.cluster import StoreConfig, read_store_config
 from efs.clusterfile import ClusterConfig, read_cluster, write_cluster
 from efs.clusterfs import open_cluster
@@ -25,7 +26,8 @@ from efs.health import NodeState
 from efs.limits import STRIPE_SHARDS
 from efs.osio import SystemIo
 from efs.types import NodeInfo
-from kvstore.cli import localset_cmd, place_cmd
+from kvstore.cli import group_cmd, localset_cmd, place_cmd
+from kvstore.cli.addresses import SOCKETS, listening
 from kvstore.cli.failures import NOT_ALL, UsageMistake
 from kvstore.cli.options import (
     CapacityOption,
@@ -58,14 +60,13 @@ Examples:
 """
 _STATUS = """Show the nodes of a cluster as a client sees them: state, records, space.
 
-Exit codes: 0 all twelve serve; 1 some do not; 2 wrong request; 8 could not run.
+Exit codes: 0 all of them serve; 1 some do not; 2 wrong request; 8 could not run.
 
 \b
 Example:
   kvstore cluster status /var/lib/kv/cluster.toml
   kvstore cluster status etcd://127.0.0.1:2379/prod
 """
-_SOCKETS = "sockets"
 
 
 def register(app: typer.Typer) -> None:
@@ -74,6 +75,8 @@ def register(app: typer.Typer) -> None:
     )
     cluster.command("init", help=_INIT, short_help="Make a store for node servers.")(init)
     cluster.command("status", help=_STATUS, short_help="Show the nodes of a cluster.")(status)
+    cluster.command("add-group", help=group_cmd.HELP, short_help="Add twelve nodes as one more EC group.")(
+        group_cmd.add)
     cluster.command("replace-node", help=place_cmd.REPLACE, short_help="Put an empty node into a place of the map.")(
         place_cmd.replace_node)
     cluster.command("move-node", help=place_cmd.MOVE, short_help="Give a node of the map another address.")(
@@ -103,14 +106,14 @@ def init(
     if config.capacity is None:
         raise UsageMistake("no capacity given: use --capacity SIZE, such as 100GiB")
     io, root = SystemIo(), os.path.abspath(root)
-    addresses = _addresses(listen, root)
+    addresses = listening(listen, root)
     url = None if etcd is None else parse_etcd_url(etcd)
     if url is not None:
         with_etcd(url, _require_no_map)
     token_file = None if token_file is None else os.path.abspath(token_file)
     warnings = FileSystem.init(root, config.capacity, durability=config.durability, extent_bytes=config.extent_bytes)
     if listen == "unix":
-        io.mkdir(os.path.join(root, _SOCKETS))
+        io.mkdir(os.path.join(root, SOCKETS))
     store = read_store_config(io, root)
     if url is None:
         where = write_cluster(io, root, store.cluster_id, store.durability, store.node_ids, addresses,
@@ -146,21 +149,6 @@ def _first_map(store: StoreConfig, root: str, addresses: Sequence[str], token_fi
                       store.extent_bytes, places, socket.gethostname(), token_file)
 
 
-def _addresses(listen: str, root: str) -> list[str]:
-    """The address of each node as it is to stand in the file; refused before anything is made."""
-    if listen == "unix":
-        addresses = [f"unix:{_SOCKETS}/{index:02d}" for index in range(STRIPE_SHARDS)]
-    else:
-        first = parse_endpoint(listen)
-        if first.path is not None or first.port == 0:
-            raise UsageMistake(f"--listen {listen}: must be unix, or tcp:HOST:PORT with the port of node 0")
-        host = f"[{first.host}]" if ":" in first.host else first.host
-        addresses = [f"tcp:{host}:{first.port + index}" for index in range(STRIPE_SHARDS)]
-    for address in addresses:
-        parse_endpoint(address, root)
-    return addresses
-
-
 def status(
     context: typer.Context,
     where: Annotated[str, typer.Argument(metavar="WHERE", help="The cluster.toml, or etcd://HOST:PORT/NAME.")],
@@ -179,20 +167,28 @@ def status(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         nodes = runner.run(ask())
-    rows: list[dict[str, Json]] = [{**asdict(node), "address": str(endpoint)}
+    rows: list[dict[str, Json]] = [{**asdict(node), "group": node.node_index // STRIPE_SHARDS, "address": str(endpoint)}
                                    for node, endpoint in zip(nodes, config.endpoints, strict=True)]
     serving = sum(node.state == NodeState.SERVING for node in nodes)
     document: dict[str, Json] = {"cluster_id": config.cluster_id, "durability": config.durability,
-                                 "upkeep_host": config.upkeep_host, "nodes_serving": serving}
+                                 "upkeep_host": config.upkeep_host, "nodes_serving": serving,
+                                 "version": config.version, "groups": _groups(config)}
     if in_etcd is not None:
         found, notes = in_etcd
-        document |= {"version": found.version, "root": found.root}
+        document |= {"root": found.root}
         for row, place in zip(rows, found.places, strict=True):
             note = notes.get(place.node_id)
             row |= {"incarnation": place.incarnation, "lease": None if note is None else note.state}
     document["nodes"] = list(rows)
-    terminal.result(document, lambda console: _show(console, config, rows, serving, in_etcd and in_etcd[0].version))
-    return 0 if serving == STRIPE_SHARDS else NOT_ALL
+    terminal.result(document, lambda console: _show(console, config, rows, serving, in_etcd is not None))
+    return 0 if serving == len(nodes) else NOT_ALL
+
+
+def _groups(config: ClusterConfig) -> list[Json]:
+    """When each group was added, and until when those who owned its blocks before are asked for them."""
+    retention = config.ownership.retention_seconds
+    return [{"group": group, "added_at": at, "previous_owners_until": at + retention if group else None}
+            for group, at in enumerate(config.ownership.added_at)]
 
 
 async def _map_and_notes(store: EtcdStore) -> tuple[ClusterMap, Mapping[str, ServerNote]]:
@@ -200,19 +196,25 @@ async def _map_and_notes(store: EtcdStore) -> tuple[ClusterMap, Mapping[str, Ser
 
 
 def _show(console: Console, config: ClusterConfig, rows: Sequence[Mapping[str, Json]], serving: int,
-          version: int | None) -> None:
-    console.print(f"cluster {config.cluster_id}  durability {config.durability}"
-                  + ("" if version is None else f"  version {version} of the map"))
-    console.print(f"{serving} of {STRIPE_SHARDS} nodes serve")
-    of_map = () if version is None else ("incarnation", "lease")
-    shown = table("node", "state", "live", "of", "records", *of_map, "address",
-                  right=("node", "live", "of", "records", "incarnation"))
+          mapped: bool) -> None:
+    groups = config.ownership.groups
+    console.print(f"cluster {config.cluster_id}  durability {config.durability}  version {config.version} of the map")
+    console.print(f"{serving} of {len(rows)} nodes serve" + (f", {groups} groups" if groups > 1 else ""))
+    now, retention = SystemClock().wall(), config.ownership.retention_seconds
+    for group, added_at in enumerate(config.ownership.added_at):
+        left = added_at + retention - now
+        if group and left > 0:
+            console.print(f"group {group} is new: previous owners are asked for {left / 3600:.1f} more hours")
+    of_groups = ("group",) if groups > 1 else ()
+    of_map = ("incarnation", "lease") if mapped else ()
+    shown = table("node", *of_groups, "state", "live", "of", "records", *of_map, "address",
+                  right=("node", "group", "live", "of", "records", "incarnation"))
     for row in rows:
         live, capacity = row["live_bytes"], row["capacity_bytes"]
         assert isinstance(live, int)
         assert isinstance(capacity, int)
         sizes = (human_bytes(live), human_bytes(capacity), str(row["records"])) if capacity > 0 else ("", "", "")
-        leases = () if version is None else (str(row["incarnation"]), str(row["lease"] or "none"))
-        shown.add_row(str(row["node_index"]), str(row["state"]), *sizes, *leases, str(row["address"]),
-                      style=None if row["state"] == NodeState.SERVING else "red")
+        leases = (str(row["incarnation"]), str(row["lease"] or "none")) if mapped else ()
+        shown.add_row(str(row["node_index"]), *(str(row[name]) for name in of_groups), str(row["state"]), *sizes,
+                      *leases, str(row["address"]), style=None if row["state"] == NodeState.SERVING else "red")
     console.print(shown)

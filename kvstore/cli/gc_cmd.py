@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from efs.fs import FileSystem
-from efs.limits import MAX_DEADLINE_MS, STRIPE_SHARDS
+from efs.groups import AnyFileSystem
+from efs.limits import MAX_DEADLINE_MS
 from efs.types import NodeInfo
 from kvstore.cli.failures import NOT_ALL
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
@@ -34,11 +34,11 @@ def gc(context: typer.Context, store: StoreOption = None, as_json: JsonOption = 
     terminal = terminal_of(context, as_json)
     url = url_of(config_of(context, store))
 
-    async def work(filesystem: FileSystem) -> tuple[dict[int, int], list[NodeInfo]]:
+    async def work(filesystem: AnyFileSystem) -> tuple[dict[int, int], list[NodeInfo]]:
         return await filesystem.collect(deadline_ms=MAX_DEADLINE_MS), await filesystem.nodes()
 
     evicted, nodes = with_filesystem(url, work)
-    left = [index for index in range(STRIPE_SHARDS) if index not in evicted]
+    left = [info.node_index for info in nodes if info.node_index not in evicted]
     shown = table("node", "evicted", "records", "live", right=("node", "evicted", "records", "live"))
     for info in nodes:
         if info.node_index in evicted:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from efs.fs import FileSystem
+from efs.groups import AnyFileSystem
 from efs.osio import SystemIo
 from efs.repair import RepairReport
 from efs.replace import prepare_node
@@ -59,7 +59,7 @@ def replace(
     prepared = prepare_node(SystemIo(), root, node, path)
     with terminal.progress(f"fill node {node}", 1.0) as advance:
 
-        async def work(filesystem: FileSystem) -> tuple[RepairReport | None, int, list[int]]:
+        async def work(filesystem: AnyFileSystem) -> tuple[RepairReport | None, int, list[int]]:
             upkeep = filesystem.upkeep
             before = filesystem.counters.get("repair_rebuilt")
             report = await watched(upkeep.sync(), lambda: upkeep.share_done, advance)

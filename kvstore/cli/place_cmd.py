@@ -21,6 +21,7 @@ from efs.clustermap import ClusterMap, EtcdUrl, parse_etcd_url
 from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import InvalidArgument, StoreExists
 from efs.etcd import EtcdStore, HeldMap
+from efs.limits import STRIPE_SHARDS
 from efs.nodedir import NodePlace, create_directory, machine_boot_id, plan_node, read_boot, read_config
 from efs.osio import Io, SystemIo
 from kvstore.cli.failures import UsageMistake
@@ -48,7 +49,7 @@ Move its directory, or start its server there; it stays the same node, with what
 Example:
   kvstore cluster move-node 7 --address tcp:10.0.0.9:7407
 """
-NodeArgument = Annotated[int, typer.Argument(metavar="N", help="Index of the node, 0 to 11.")]
+NodeArgument = Annotated[int, typer.Argument(metavar="N", help="Number of the node: 0 to 11, 12 to 23 in group 1, …")]
 AddressOption = Annotated[str, typer.Option("--address", metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT.")]
 
 
@@ -85,7 +86,7 @@ def replace_node(
         held = await etcd.read()
         wanted = held.map.with_node(node, str(endpoint), "0" * 32)
         old = held.map.places[node]
-        made = _made_before(SystemIo(), path, NodePlace(wanted.cluster_id, 0, node))
+        made = _made_before(SystemIo(), path, _place(wanted, node))
         if made == old.node_id:
             if str(parse_endpoint(old.address)) != str(endpoint):
                 raise InvalidArgument(f"{path} is node {node} already, at {old.address}: use `move-node`")
@@ -159,5 +160,9 @@ def _made_before(io: Io, path: str, place: NodePlace) -> str | None:
 def _make(io: Io, path: str, wanted: ClusterMap, node_index: int) -> str:
     node_id = f"{random.SystemRandom().getrandbits(128):032x}"
     plan = plan_node(wanted.node_capacity_bytes, wanted.extent_bytes)
-    create_directory(io, path, NodePlace(wanted.cluster_id, 0, node_index), node_id, plan, machine_boot_id())
+    create_directory(io, path, _place(wanted, node_index), node_id, plan, machine_boot_id())
     return node_id
+
+
+def _place(cluster_map: ClusterMap, number: int) -> NodePlace:
+    return NodePlace(cluster_map.cluster_id, *divmod(number, STRIPE_SHARDS))

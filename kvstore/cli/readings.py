@@ -18,7 +18,7 @@ from typing import Protocol
 
 from efs.clusterfs import open_cluster
 from efs.errors import EfsError
-from efs.fs import FileSystem
+from efs.groups import GroupedFileSystem
 from efs.health import NodeState
 from efs.metrics import CounterFile
 from efs.nodedir import COUNTERS_FILE
@@ -134,7 +134,7 @@ class DirectorySource:
 class ClusterSource:
     """The servers of a cluster. Made with `open`."""
 
-    def __init__(self, filesystem: FileSystem, counters_path: str) -> None:
+    def __init__(self, filesystem: GroupedFileSystem, counters_path: str) -> None:
         self._filesystem = filesystem
         self._counters_path = counters_path
 

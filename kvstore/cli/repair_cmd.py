@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import typer
 
-from efs.fs import FileSystem
 from efs.fsck import resume_key
+from efs.groups import AnyFileSystem
 from efs.repair import RepairReport
 from kvstore.cli.failures import DAMAGE, NOT_ALL
 from kvstore.cli.options import (
@@ -56,7 +56,7 @@ def repair(
     require_duration(max_duration)
     with terminal.progress("repair", 1.0) as advance:
 
-        async def work(filesystem: FileSystem) -> tuple[RepairReport, list[int]]:
+        async def work(filesystem: AnyFileSystem) -> tuple[RepairReport, list[int]]:
             upkeep = filesystem.upkeep
             if upkeep.syncing:
                 await watched(upkeep.sync(), lambda: upkeep.share_done, advance)

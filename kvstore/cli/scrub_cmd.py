@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from efs.fs import FileSystem
+from efs.groups import AnyFileSystem
 from efs.limits import SCRUB_STEP_BYTES
 from efs.scrub import ScrubReport
 from kvstore.cli.failures import DAMAGE, REPAIRED, UsageMistake
@@ -63,7 +63,7 @@ def scrub(
             raise UsageMistake(f"--rate {rate}: must be at least {SCRUB_STEP_BYTES} bytes")
     with terminal.progress("scrub", 1.0) as advance:
 
-        async def work(filesystem: FileSystem) -> ScrubReport:
+        async def work(filesystem: AnyFileSystem) -> ScrubReport:
             upkeep = filesystem.upkeep
             run = upkeep.scrub(max_seconds=max_duration, per_second=per_second, from_start=from_start)
             return await watched(run, lambda: upkeep.share_done, advance)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from efs.clusterfs import open_cluster
 from efs.fs import FileSystem
+from efs.groups import AnyFileSystem
 from kvstore.cli.failures import UsageMistake
 from kvstore.cli.tokens import Addressing
 from kvstore.config import Config
@@ -32,13 +33,13 @@ def with_store(url: str, config: Config, work: Callable[[KVStore], Awaitable[Res
         return runner.run(run())
 
 
-def with_filesystem(url: str, work: Callable[[FileSystem], Awaitable[Result]]) -> Result:
+def with_filesystem(url: str, work: Callable[[AnyFileSystem], Awaitable[Result]]) -> Result:
     """`with_store` for maintenance: the filesystem alone, which does nothing in the background. Of a cluster this is
     the process that looks after it; Locked names another one."""
 
     async def run() -> Result:
         cluster = cluster_of(url)
-        filesystem = (await FileSystem.open(store_root(url), maintain=False) if cluster is None
+        filesystem: AnyFileSystem = (await FileSystem.open(store_root(url), maintain=False) if cluster is None
                       else await open_cluster(cluster, care="by hand"))
         try:
             return await work(filesystem)

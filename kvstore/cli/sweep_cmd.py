@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import typer
 
-from efs.fs import FileSystem
 from efs.fsck import resume_key
+from efs.groups import AnyFileSystem
 from efs.sweep import SweepReport
 from kvstore.cli.failures import NOT_ALL
 from kvstore.cli.options import (
@@ -53,7 +53,7 @@ def sweep(
     after = resume_key(resume)
     require_duration(max_duration)
 
-    async def work(filesystem: FileSystem) -> SweepReport:
+    async def work(filesystem: AnyFileSystem) -> SweepReport:
         return await filesystem.sweep(after=after, max_seconds=max_duration)
 
     report = with_filesystem(url, work)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from efs.cluster import read_store_config
-from efs.fs import FileSystem
+from efs.groups import AnyFileSystem
 from efs.nodedir import OwnerLock
 from efs.osio import SystemIo
 from efs.storeview import StoreView
@@ -162,7 +162,7 @@ def purge(
     if not yes:
         raise UsageMistake(f"purging tenant {name} removes all its blocks for good: say --yes")
 
-    async def work(filesystem: FileSystem) -> Purged:
+    async def work(filesystem: AnyFileSystem) -> Purged:
         assert filesystem.root is not None
         return await purge_tenant(filesystem, filesystem.root, name, unless_empty=True)
 

@@ -18,7 +18,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from efs.limits import STRIPE_SHARDS
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
 from kvstore.cli.readings import (
     ClusterSource,
@@ -130,7 +129,7 @@ def _document(url: str, frame: Frame) -> dict[str, Json]:
 def _picture(url: str, frame: Frame) -> Group:
     before, now = frame
     clients = client_changes(before, now)
-    head = f"{url}  {serving(now)} of {STRIPE_SHARDS} nodes serve"
+    head = f"{url}  {serving(now)} of {len(now.nodes)} nodes serve"
     lines = [Text(head, style="bold")]
     if clients is None:
         lines.append(Text("clients  unknown: the store is looked after on another machine, or by nobody"))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from efs.clusterfs import open_cluster
-from efs.fs import FileSystem
+from efs.groups import GroupedFileSystem
 from tests.support.servers import ServedCluster, served_cluster
 from tests.support.waiting import came_true
 
@@ -35,8 +35,8 @@ def cluster(shared_cluster: ServedCluster) -> Iterator[ServedCluster]:
 
 
 @pytest.fixture
-async def filesystem(cluster: ServedCluster) -> AsyncIterator[FileSystem]:
+async def filesystem(cluster: ServedCluster) -> AsyncIterator[GroupedFileSystem]:
     opened = await open_cluster(cluster.file)
-    assert await came_true(lambda: len(opened.health.readable()) == 12)
+    assert await came_true(lambda: len(opened.groups[0].health.readable()) == 12)
     yield opened
     await opened.close()

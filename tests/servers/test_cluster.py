@@ -17,7 +17,7 @@ import pytest
 from efs.clusterfs import open_cluster
 from efs.endpoint import Endpoint
 from efs.errors import CorruptRecord, IdentityMismatch, InvalidArgument, Locked, StoreNotFound
-from efs.fs import FileSystem
+from efs.groups import GroupedFileSystem
 from efs.limits import CLOSE_MS
 from efs.remote import RemoteNode
 from efs.shape import BlockShape
@@ -33,14 +33,14 @@ BLOCKS = 128
 DEADLINE_MS = 20_000.0
 
 
-async def stored(filesystem: FileSystem, seed: int) -> Blocks:
+async def stored(filesystem: GroupedFileSystem, seed: int) -> Blocks:
     blocks = make_blocks(BLOCKS, seed=seed, shape=SHAPE, run=64)
     report = await filesystem.put(blocks.items, SHAPE, blocks.data, deadline_ms=DEADLINE_MS)
     assert (report.acked, report.failed) == (BLOCKS, 0)
     return blocks
 
 
-async def fetch(filesystem: FileSystem, blocks: Blocks, deadline_ms: float = DEADLINE_MS) -> GetReport:
+async def fetch(filesystem: GroupedFileSystem, blocks: Blocks, deadline_ms: float = DEADLINE_MS) -> GetReport:
     """A fetch whose every delivered block is compared, and which returned by its deadline."""
     out = np.full(BLOCKS * SHAPE.block_bytes, 0xEE, np.uint8)
     began = time.monotonic()
@@ -55,21 +55,21 @@ async def fetch(filesystem: FileSystem, blocks: Blocks, deadline_ms: float = DEA
     return report
 
 
-async def all_hit(filesystem: FileSystem, blocks: Blocks) -> GetReport:
+async def all_hit(filesystem: GroupedFileSystem, blocks: Blocks) -> GetReport:
     report = await fetch(filesystem, blocks)
     assert report.blocks == BLOCKS
     return report
 
 
-async def back_to_health(filesystem: FileSystem) -> None:
+async def back_to_health(filesystem: GroupedFileSystem) -> None:
     await back_to(filesystem, 12)
 
 
-async def back_to(filesystem: FileSystem, nodes: int) -> None:
-    assert await came_true(lambda: len(filesystem.health.readable()) == nodes, 40)
+async def back_to(filesystem: GroupedFileSystem, nodes: int) -> None:
+    assert await came_true(lambda: len(filesystem.groups[0].health.readable()) == nodes, 40)
 
 
-async def test_what_is_put_is_found_and_fetched(filesystem: FileSystem) -> None:
+async def test_what_is_put_is_found_and_fetched(filesystem: GroupedFileSystem) -> None:
     blocks = await stored(filesystem, 1)
     assert await filesystem.match(blocks.keys, strict=True, deadline_ms=DEADLINE_MS) == BLOCKS
     await all_hit(filesystem, blocks)
@@ -80,7 +80,9 @@ async def test_what_is_put_is_found_and_fetched(filesystem: FileSystem) -> None:
     assert len({node.records for node in nodes}) == 1
 
 
-async def test_several_clients_have_one_cluster_open_at_once(cluster: ServedCluster, filesystem: FileSystem) -> None:
+async def test_several_clients_have_one_cluster_open_at_once(
+    cluster: ServedCluster, filesystem: GroupedFileSystem
+) -> None:
     others = [await open_cluster(cluster.file) for _ in range(3)]
     blocks = [make_blocks(BLOCKS, seed=20 + number, shape=SHAPE, run=64) for number in range(4)]
     clients = [filesystem, *others]
@@ -96,19 +98,19 @@ async def test_several_clients_have_one_cluster_open_at_once(cluster: ServedClus
 
 
 async def test_two_servers_killed_cost_no_hit_and_puts_fail_until_one_is_back(
-    cluster: ServedCluster, filesystem: FileSystem
+    cluster: ServedCluster, filesystem: GroupedFileSystem
 ) -> None:
     blocks = await stored(filesystem, 2)
     for node in (10, 11):
         cluster.of(node).kill()
     report = await all_hit(filesystem, blocks)
     assert report.rebuilt > 0
-    assert await came_true(lambda: len(filesystem.health.readable()) == 10)
+    assert await came_true(lambda: len(filesystem.groups[0].health.readable()) == 10)
     more = make_blocks(BLOCKS, seed=3, shape=SHAPE, run=64)
     assert (await filesystem.put(more.items, SHAPE, more.data, deadline_ms=DEADLINE_MS)).failed == BLOCKS
     assert filesystem.counters.get("remote_lost") >= 4
     cluster.of(10).start()
-    assert await came_true(lambda: len(filesystem.health.readable()) == 11, 40)
+    assert await came_true(lambda: len(filesystem.groups[0].health.readable()) == 11, 40)
     report_put = await filesystem.put(more.items, SHAPE, more.data, deadline_ms=DEADLINE_MS)
     assert (report_put.acked, report_put.at_risk) == (BLOCKS, BLOCKS)
     await all_hit(filesystem, more)
@@ -118,7 +120,7 @@ async def test_two_servers_killed_cost_no_hit_and_puts_fail_until_one_is_back(
 
 
 async def test_top_shows_every_node_of_a_cluster_and_which_one_is_stopped(
-        cluster: ServedCluster, filesystem: FileSystem) -> None:
+        cluster: ServedCluster, filesystem: GroupedFileSystem) -> None:
     await stored(filesystem, seed=40)
 
     def top() -> Any:
@@ -137,7 +139,7 @@ async def test_top_shows_every_node_of_a_cluster_and_which_one_is_stopped(
 
 
 async def test_a_stopped_server_costs_no_hit_and_is_used_again_when_it_goes_on(
-    cluster: ServedCluster, filesystem: FileSystem
+    cluster: ServedCluster, filesystem: GroupedFileSystem
 ) -> None:
     blocks = await stored(filesystem, 4)
     cluster.of(10).signal(signal.SIGSTOP)
@@ -147,7 +149,7 @@ async def test_a_stopped_server_costs_no_hit_and_is_used_again_when_it_goes_on(
         hedged += report.hedged
         rebuilt += report.rebuilt
     assert rebuilt > 0
-    assert await came_true(lambda: filesystem.health.state(10) == "suspect", 10)
+    assert await came_true(lambda: filesystem.groups[0].health.state(10) == "suspect", 10)
     assert filesystem.counters.get("rebuilt_blocks") >= rebuilt
     assert filesystem.counters.get("hedged_shards") == hedged
     await all_hit(filesystem, blocks)
@@ -157,7 +159,7 @@ async def test_a_stopped_server_costs_no_hit_and_is_used_again_when_it_goes_on(
 
 
 async def test_a_server_stopped_in_the_middle_of_fetches_costs_no_hit(
-    cluster: ServedCluster, filesystem: FileSystem
+    cluster: ServedCluster, filesystem: GroupedFileSystem
 ) -> None:
     blocks = await stored(filesystem, 5)
     fetches = [asyncio.create_task(all_hit(filesystem, blocks)) for _ in range(4)]
@@ -172,7 +174,7 @@ async def test_a_server_stopped_in_the_middle_of_fetches_costs_no_hit(
 
 
 async def test_three_servers_killed_are_a_clean_miss_and_all_hit_again_when_they_are_back(
-    cluster: ServedCluster, filesystem: FileSystem
+    cluster: ServedCluster, filesystem: GroupedFileSystem
 ) -> None:
     blocks = await stored(filesystem, 6)
     for node in (9, 10, 11):
@@ -187,7 +189,7 @@ async def test_three_servers_killed_are_a_clean_miss_and_all_hit_again_when_they
 
 
 async def test_two_stopped_and_one_killed_is_a_miss_by_the_deadline(
-    cluster: ServedCluster, filesystem: FileSystem
+    cluster: ServedCluster, filesystem: GroupedFileSystem
 ) -> None:
     blocks = await stored(filesystem, 7)
     cluster.of(9).signal(signal.SIGSTOP)
@@ -197,11 +199,11 @@ async def test_two_stopped_and_one_killed_is_a_miss_by_the_deadline(
     assert report.blocks == 0
     for node in (9, 10):
         cluster.of(node).signal(signal.SIGCONT)
-    assert await came_true(lambda: len(filesystem.health.readable()) == 11, 40)
+    assert await came_true(lambda: len(filesystem.groups[0].health.readable()) == 11, 40)
     await all_hit(filesystem, blocks)
 
 
-async def test_a_dripping_server_costs_no_hit(cluster: ServedCluster, filesystem: FileSystem) -> None:
+async def test_a_dripping_server_costs_no_hit(cluster: ServedCluster, filesystem: GroupedFileSystem) -> None:
     blocks = await stored(filesystem, 8)
     with short_directory() as base:
         async with WireProxy(base / "p", Endpoint(path=cluster.addresses[1].removeprefix("unix:"))) as proxy:
@@ -221,7 +223,7 @@ async def test_a_dripping_server_costs_no_hit(cluster: ServedCluster, filesystem
 
 
 async def test_a_network_that_takes_everything_and_gives_nothing_back_costs_no_hit(
-    cluster: ServedCluster, filesystem: FileSystem
+    cluster: ServedCluster, filesystem: GroupedFileSystem
 ) -> None:
     blocks = await stored(filesystem, 9)
     with short_directory() as base:
@@ -231,19 +233,19 @@ async def test_a_network_that_takes_everything_and_gives_nothing_back_costs_no_h
             await all_hit(through, blocks)
             proxy.deaf = True
             await all_hit(through, blocks)
-            assert await came_true(lambda: through.health.state(10) == "suspect", 10)
+            assert await came_true(lambda: through.groups[0].health.state(10) == "suspect", 10)
             proxy.deaf = False
             await back_to_health(through)
             await all_hit(through, blocks)
             await through.close()
 
 
-def lost_more_than(client: FileSystem, connections: int) -> bool:
+def lost_more_than(client: GroupedFileSystem, connections: int) -> bool:
     return client.counters.get("remote_lost") > connections
 
 
 async def test_connections_cut_again_and_again_cost_hits_at_most(
-    cluster: ServedCluster, filesystem: FileSystem
+    cluster: ServedCluster, filesystem: GroupedFileSystem
 ) -> None:
     blocks = await stored(filesystem, 10)
     with short_directory() as base:
@@ -268,10 +270,10 @@ async def test_connections_cut_again_and_again_cost_hits_at_most(
             await through.close()
 
 
-async def test_a_client_closes_while_a_server_hangs(cluster: ServedCluster, filesystem: FileSystem) -> None:
+async def test_a_client_closes_while_a_server_hangs(cluster: ServedCluster, filesystem: GroupedFileSystem) -> None:
     client = await open_cluster(cluster.file)
-    assert await came_true(lambda: len(client.health.readable()) == 12)
-    hung = client._nodes[9]
+    assert await came_true(lambda: len(client.groups[0].health.readable()) == 12)
+    hung = client.groups[0]._nodes[9]
     assert isinstance(hung, RemoteNode)
     cluster.of(9).signal(signal.SIGSTOP)
     blocks = make_blocks(BLOCKS, seed=12, shape=SHAPE, run=64)
@@ -315,10 +317,10 @@ async def test_one_client_looks_after_the_store_and_only_where_the_file_says_so(
 
 
 async def test_what_a_server_missed_is_repaired_through_the_servers(
-    cluster: ServedCluster, filesystem: FileSystem
+    cluster: ServedCluster, filesystem: GroupedFileSystem
 ) -> None:
     cluster.of(11).kill()
-    assert await came_true(lambda: len(filesystem.health.readable()) == 11)
+    assert await came_true(lambda: len(filesystem.groups[0].health.readable()) == 11)
     blocks = make_blocks(BLOCKS, seed=13, shape=SHAPE, run=64)
     report = await filesystem.put(blocks.items, SHAPE, blocks.data, deadline_ms=DEADLINE_MS)
     assert (report.acked, report.at_risk) == (BLOCKS, BLOCKS)
@@ -326,7 +328,7 @@ async def test_what_a_server_missed_is_repaired_through_the_servers(
     cluster.write_file(upkeep_host=socket.gethostname())
     keeper = await open_cluster(cluster.file, care="by hand")
     await back_to_health(keeper)
-    repaired = await keeper.upkeep.repair_keys(blocks.keys)
+    repaired = await keeper.groups[0].upkeep.repair_keys(blocks.keys)
     assert not repaired.failed
     assert keeper.counters.get("repair_rebuilt") >= BLOCKS
     await keeper.close()

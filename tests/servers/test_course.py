@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from efs.clusterfs import open_cluster
-from efs.fs import FileSystem
+from efs.groups import GroupedFileSystem
 from efs.shape import BlockShape
 from tests.support.blocks import Blocks, make_blocks
 from tests.support.servers import ServedCluster
@@ -32,7 +32,7 @@ LOOSE = (9, 10, 11)
 class Course:
     """What is stored by acknowledgement, and which servers are away."""
 
-    def __init__(self, cluster: ServedCluster, clients: list[FileSystem], source: random.Random) -> None:
+    def __init__(self, cluster: ServedCluster, clients: list[GroupedFileSystem], source: random.Random) -> None:
         self.cluster = cluster
         self.clients = clients
         self.source = source
@@ -42,7 +42,7 @@ class Course:
 
     def sees(self, node: int) -> bool:
         """Whether every client uses a node."""
-        return all(node in client.health.readable() for client in self.clients)
+        return all(node in client.groups[0].health.readable() for client in self.clients)
 
     async def bring_back(self, node: int) -> None:
         process = self.cluster.of(node)

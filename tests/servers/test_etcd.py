@@ -17,7 +17,7 @@ from efs.clusterfs import open_cluster
 from efs.clustermap import ClusterMap, EtcdUrl
 from efs.errors import CorruptRecord, EtcdUnavailable, InvalidArgument, StoreNotFound
 from efs.etcd import EtcdStore, HeldMap
-from efs.fs import FileSystem
+from efs.groups import GroupedFileSystem
 from efs.limits import CLOSE_MS, ETCD_CALL_MS, ETCD_LEASE_SECONDS
 from kvstore.store import BlockingKVStore, KVStore
 from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, SHAPE, all_hit, back_to, back_to_health, stored
@@ -73,7 +73,7 @@ async def store(etcd: EtcdProcess) -> AsyncIterator[EtcdStore]:
 
 
 @pytest.fixture
-async def filesystem(etcd: EtcdProcess) -> AsyncIterator[FileSystem]:
+async def filesystem(etcd: EtcdProcess) -> AsyncIterator[GroupedFileSystem]:
     opened = await open_cluster(str(etcd.url))
     await back_to_health(opened)
     yield opened
@@ -81,7 +81,7 @@ async def filesystem(etcd: EtcdProcess) -> AsyncIterator[FileSystem]:
 
 
 @pytest.fixture
-def changes(filesystem: FileSystem) -> Callable[[], int]:
+def changes(filesystem: GroupedFileSystem) -> Callable[[], int]:
     """How many changes of a place the filesystem went along with since it was opened: counters outlive a client."""
     before = filesystem.counters.get("places_changed")
     return lambda: filesystem.counters.get("places_changed") - before
@@ -92,7 +92,7 @@ async def change(store: EtcdStore, changed: ClusterMap) -> HeldMap:
     return await store.read()
 
 
-async def put_and_get_for(filesystem: FileSystem, seconds: float, first_seed: int) -> int:
+async def put_and_get_for(filesystem: GroupedFileSystem, seconds: float, first_seed: int) -> int:
     """Puts and gets, every one of them whole, for at least so long. How many blocks were stored."""
     until, new, rounds = time.monotonic() + seconds, 0, 0
     while time.monotonic() < until:
@@ -110,12 +110,12 @@ async def put_and_get_for(filesystem: FileSystem, seconds: float, first_seed: in
 
 
 async def test_an_etcd_that_hangs_for_longer_than_every_lease_changes_nothing(
-    etcd: EtcdProcess, filesystem: FileSystem, store: EtcdStore, changes: Callable[[], int],
+    etcd: EtcdProcess, filesystem: GroupedFileSystem, store: EtcdStore, changes: Callable[[], int],
     caplog: pytest.LogCaptureFixture
 ) -> None:
     etcd.signal(signal.SIGSTOP)
     assert await put_and_get_for(filesystem, OUTAGE_S, 100) > 3 * BLOCKS
-    assert filesystem.health.readable() == list(range(12))
+    assert filesystem.groups[0].health.readable() == list(range(12))
     with pytest.raises(EtcdUnavailable, match="it does not answer"):
         await store.read()
     # Noticed at the next reading of the map at the latest; to go on with puts and gets until then is the point.
@@ -128,11 +128,11 @@ async def test_an_etcd_that_hangs_for_longer_than_every_lease_changes_nothing(
     held = await store.read()
     await change(store, held.map.with_address(11, held.map.places[10].address))
     assert await came_true(lambda: changes() == 1)
-    assert await came_true(lambda: filesystem.health.readable() == list(range(11)))
+    assert await came_true(lambda: filesystem.groups[0].health.readable() == list(range(11)))
 
 
 async def test_a_killed_etcd_changes_nothing_and_a_change_after_its_restart_is_seen(
-    etcd: EtcdProcess, cluster: ServedCluster, filesystem: FileSystem, store: EtcdStore,
+    etcd: EtcdProcess, cluster: ServedCluster, filesystem: GroupedFileSystem, store: EtcdStore,
     changes: Callable[[], int],
     caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,7 +145,7 @@ async def test_a_killed_etcd_changes_nothing_and_a_change_after_its_restart_is_s
     elsewhere = ServerProcess(cluster.of(11).paths, f"unix:{cluster.root}/elsewhere", "--register", str(etcd.url))
     elsewhere.start()
     try:
-        assert filesystem.health.readable() == list(range(11))
+        assert filesystem.groups[0].health.readable() == list(range(11))
         await asyncio.to_thread(etcd.start)
         held = await store.read()
         assert held.map.version == 1
@@ -159,7 +159,7 @@ async def test_a_killed_etcd_changes_nothing_and_a_change_after_its_restart_is_s
         await change(store, held.map.with_address(11, f"unix:{cluster.root}/nowhere"))
         assert await came_true(lambda: changes() == 2)
         assert time.monotonic() - began < 10
-        assert await came_true(lambda: filesystem.health.readable() == list(range(11)))
+        assert await came_true(lambda: filesystem.groups[0].health.readable() == list(range(11)))
         await all_hit(filesystem, blocks)
         notes = await leases(store, 12)
         assert notes == set(cluster.config.node_ids)
@@ -177,7 +177,7 @@ async def leases(store: EtcdStore, count: int) -> set[str]:
 
 
 async def test_a_server_that_is_killed_loses_its_lease_and_stays_in_the_map(
-    cluster: ServedCluster, store: EtcdStore, filesystem: FileSystem,
+    cluster: ServedCluster, store: EtcdStore, filesystem: GroupedFileSystem,
     changes: Callable[[], int]
 ) -> None:
     await leases(store, 12)
@@ -232,8 +232,10 @@ def test_without_the_client_library_the_url_is_refused(monkeypatch: pytest.Monke
 async def test_a_store_is_opened_by_its_url_and_blocks_come_back(etcd: EtcdProcess, cluster: ServedCluster) -> None:
     async with await KVStore.open(str(etcd.url)) as opened:
         assert opened.root == str(cluster.root)
-        await back_to_health(opened.filesystem)
-        await all_hit(opened.filesystem, await stored(opened.filesystem, 300))
+        filesystem = opened.filesystem
+        assert isinstance(filesystem, GroupedFileSystem)
+        await back_to_health(filesystem)
+        await all_hit(filesystem, await stored(filesystem, 300))
 
     def on_a_thread_of_its_own() -> list[str]:
         with BlockingKVStore(str(etcd.url)) as blocking:
@@ -255,7 +257,7 @@ async def test_of_two_changes_at_once_one_is_refused(store: EtcdStore) -> None:
 
 
 async def test_what_is_no_later_map_of_this_cluster_is_not_followed(
-    etcd: EtcdProcess, store: EtcdStore, filesystem: FileSystem, changes: Callable[[], int],
+    etcd: EtcdProcess, store: EtcdStore, filesystem: GroupedFileSystem, changes: Callable[[], int],
     caplog: pytest.LogCaptureFixture
 ) -> None:
     blocks = await stored(filesystem, 400)
@@ -273,14 +275,14 @@ async def test_what_is_no_later_map_of_this_cluster_is_not_followed(
     assert await came_true(lambda: "it is of cluster" in caplog.text, 60)
     assert changes() == 0
     await all_hit(filesystem, blocks)
-    assert filesystem.health.readable() == list(range(12))
+    assert filesystem.groups[0].health.readable() == list(range(12))
 
 
 # -- Commands --------------------------------------------------------------------------------------------------------
 
 
 async def test_a_replaced_node_is_filled_again_and_its_old_server_is_refused(
-    etcd: EtcdProcess, cluster: ServedCluster, store: EtcdStore, filesystem: FileSystem, tmp_path: Path,
+    etcd: EtcdProcess, cluster: ServedCluster, store: EtcdStore, filesystem: GroupedFileSystem, tmp_path: Path,
     changes: Callable[[], int]
 ) -> None:
     blocks = await stored(filesystem, 500)
@@ -303,7 +305,7 @@ async def test_a_replaced_node_is_filled_again_and_its_old_server_is_refused(
 
     old.start()
     assert await came_true(lambda: "its nodes is" in str(_refusal(filesystem)), 40)
-    assert filesystem.health.readable() == list(range(11))
+    assert filesystem.groups[0].health.readable() == list(range(11))
     another = await open_cluster(str(etcd.url), care="none")
     assert another.counters.get("nodes_degraded") == 1
     assert (await all_hit(another, blocks)).blocks == BLOCKS
@@ -327,8 +329,8 @@ async def test_a_replaced_node_is_filled_again_and_its_old_server_is_refused(
         new.kill()
 
 
-def _refusal(filesystem: FileSystem) -> object:
-    return filesystem._nodes[11]._reading.refusal  # type: ignore[union-attr]
+def _refusal(filesystem: GroupedFileSystem) -> object:
+    return filesystem.groups[0]._nodes[11]._reading.refusal  # type: ignore[union-attr]
 
 
 async def test_status_shows_the_map_and_the_leases(etcd: EtcdProcess, cluster: ServedCluster, store: EtcdStore) -> None:

@@ -47,7 +47,7 @@ def test_a_replaced_node_is_the_next_incarnation_in_the_next_version() -> None:
     assert (changed.version, changed.places[7]) == (4, MapPlace("f" * 32, "tcp:10.0.0.9:1", 2))
     moved = changed.with_address(7, "unix:/x")
     assert (moved.version, moved.places[7]) == (5, MapPlace("f" * 32, "unix:/x", 2))
-    assert changed_places(MAP, moved) == [7]
+    assert changed_places(MAP.config(), moved.config()) == [7]
     with pytest.raises(InvalidArgument, match="no node has index 12"):
         MAP.with_address(12, "unix:/x")
     with pytest.raises(InvalidArgument, match="named twice"):
@@ -55,11 +55,11 @@ def test_a_replaced_node_is_the_next_incarnation_in_the_next_version() -> None:
 
 
 def test_only_a_later_map_of_the_same_cluster_is_followed() -> None:
-    assert may_follow(MAP, MAP) is None
-    assert may_follow(MAP, replace(MAP, version=9)) is None
-    assert may_follow(MAP, replace(MAP, version=2)) == "its version is 2, and 3 was seen already"
-    assert "cluster" in str(may_follow(MAP, replace(MAP, version=4, cluster_id="d" * 32)))
-    assert "durability" in str(may_follow(MAP, replace(MAP, version=4, durability="power")))
+    assert may_follow(MAP.config(), MAP.config()) is None
+    assert may_follow(MAP.config(), replace(MAP, version=9).config()) is None
+    assert may_follow(MAP.config(), replace(MAP, version=2).config()) == "its version is 2, and 3 was seen already"
+    assert "cluster" in str(may_follow(MAP.config(), replace(MAP, version=4, cluster_id="d" * 32).config()))
+    assert "durability" in str(may_follow(MAP.config(), replace(MAP, version=4, durability="power").config()))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,11 @@ def test_only_a_later_map_of_the_same_cluster_is_followed() -> None:
         (altered(token_file="relative"), "absolute"),
         (altered(groups=[]), "0 groups"),
         (altered(groups=[{"places": []}]), "0 places"),
-        (altered(groups=[{"places": msgspec.to_builtins(PLACES)}] * 2), "2 groups"),
+        (altered(groups=[{"places": msgspec.to_builtins(PLACES)}] * 2), "named twice"),
+        (altered(groups=[{"places": msgspec.to_builtins(PLACES)}, {"places": msgspec.to_builtins(PLACES[:6])}]),
+         "2 groups of 12, 6 places"),
+        (altered(groups=[{"places": msgspec.to_builtins(PLACES), "added_at": -1}]), "added before"),
+        (altered(retention_seconds=-1), "retention_seconds is -1"),
         (altered(groups=[{"places": msgspec.to_builtins([replace(PLACES[0], address="unix:x"), *PLACES[1:]])}]), "abs"),
         (altered(groups=[{"places": msgspec.to_builtins([replace(PLACES[0], incarnation=0), *PLACES[1:]])}]), "below"),
         (altered(groups=[{"places": msgspec.to_builtins([PLACES[1], *PLACES[1:]])}]), "named twice"),

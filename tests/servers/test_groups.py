@@ -1,0 +1,269 @@
+"""Two EC groups of real server processes: one is added, blocks are found where they were and then where they belong,
+and one that is killed costs its own blocks only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from efs.cluster import read_store_config
+from efs.clusterfile import read_cluster
+from efs.clusterfs import open_cluster
+from efs.etcd import EtcdStore
+from efs.groups import GroupedFileSystem
+from efs.osio import SystemIo
+from efs.ownership import owner_table
+from efs.placement import placement_group
+from kvstore.store import KVStore
+from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, SHAPE, all_hit, fetch
+from tests.support.blocks import Blocks, make_blocks
+from tests.support.cli import Outcome, run_process
+from tests.support.etcdprocess import etcd_process, map_of
+from tests.support.servers import EXTENT_BYTES, NODE_CAPACITY_BYTES, ServedCluster, ServerProcess, served_cluster
+from tests.support.waiting import came_true
+
+RUN = 8
+CAPACITY = str(12 * NODE_CAPACITY_BYTES)
+
+
+@dataclass(slots=True)
+class TwoGroups:
+    """A cluster, and the processes of the group that is added to it: nodes 0 to 10, and node 11."""
+
+    cluster: ServedCluster
+    root: Path
+    processes: list[ServerProcess]
+
+    def words(self, where: str) -> tuple[str, ...]:
+        addresses = [process.address for process in self.processes for _ in process.paths]
+        given = [word for address in addresses for word in ("--address", address)]
+        return ("--json", "cluster", "add-group", where, str(self.root), "--capacity", CAPACITY, "--extent-bytes",
+                str(EXTENT_BYTES), *given)
+
+    def add(self, where: str) -> Outcome:
+        return run_process(*self.words(where))
+
+    def start(self) -> None:
+        for process in self.processes:
+            process.begin()
+        for process in self.processes:
+            process.await_ready()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.running:
+                process.signal(signal.SIGCONT)
+                process.kill()
+
+
+@contextmanager
+def two_groups(*more: str) -> Iterator[TwoGroups]:
+    with served_cluster([range(11), [11]], *more) as cluster:
+        root = cluster.root.parent / "g"
+        paths = [str(root / "nodes" / f"{index:02d}") for index in range(12)]
+        made = TwoGroups(cluster, root, [ServerProcess(paths[:11], f"unix:{cluster.root.parent}/a", *more),
+                                         ServerProcess(paths[11:], f"unix:{cluster.root.parent}/b", *more)])
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
+@pytest.fixture
+def groups() -> Iterator[TwoGroups]:
+    with two_groups() as made:
+        yield made
+
+
+async def added(groups: TwoGroups) -> None:
+    """The group, with its servers, in the file."""
+    refused = await asyncio.to_thread(groups.add, groups.cluster.file)
+    assert (refused.code, refused.document()["changed"], len(refused.document()["silent"])) == (1, False, 12)
+    assert read_cluster(SystemIo(), groups.cluster.file).ownership.groups == 1
+    await asyncio.to_thread(groups.start)
+    done = await asyncio.to_thread(groups.add, groups.cluster.file)
+    assert (done.code, done.document()["group"], done.document()["version"]) == (0, 1, 2)
+
+
+async def whole(filesystem: GroupedFileSystem) -> None:
+    assert await came_true(lambda: all(len(group.health.readable()) == 12 for group in filesystem.groups), 40)
+
+
+async def put(filesystem: GroupedFileSystem, blocks: Blocks) -> tuple[int, int, int]:
+    report = await filesystem.put(blocks.items, SHAPE, blocks.data, deadline_ms=DEADLINE_MS)
+    return report.acked, report.already, report.failed
+
+
+def of_new(blocks: Blocks) -> list[int]:
+    return [at for at, key in enumerate(blocks.keys) if owner_table(2)[placement_group(key)] == 1]
+
+
+def blocks_of(seed: int) -> Blocks:
+    return make_blocks(BLOCKS, seed=seed, shape=SHAPE, run=RUN)
+
+
+async def test_blocks_are_found_at_their_previous_owner_then_at_the_new_one(groups: TwoGroups) -> None:
+    old = await open_cluster(groups.cluster.file)
+    await whole(old)
+    blocks = blocks_of(1)
+    moved = of_new(blocks)
+    assert 0 < len(moved) < BLOCKS
+    assert await put(old, blocks) == (BLOCKS, 0, 0)
+    await added(groups)
+    filesystem = await open_cluster(groups.cluster.file)
+    await whole(filesystem)
+    for strict in (False, True):
+        assert await filesystem.match(blocks.keys, strict=strict, deadline_ms=DEADLINE_MS) == BLOCKS
+    await all_hit(filesystem, blocks)
+    assert filesystem.counters.get("previous_owner_blocks") == len(moved)
+    assert [node.records for node in (await filesystem.nodes())[12:]] == [0] * 12
+    assert await put(filesystem, blocks) == (len(moved), BLOCKS - len(moved), 0)
+    assert [node.records for node in (await filesystem.nodes())[12:]] == [len(moved)] * 12
+    await all_hit(filesystem, blocks)
+    assert filesystem.counters.get("previous_owner_blocks") == len(moved), "nobody asked the previous owner again"
+    # A client that has not got the new file goes on with the old one.
+    await all_hit(old, blocks)
+    await old.close()
+    await filesystem.close()
+
+
+async def test_a_group_that_is_killed_costs_its_own_blocks_only(groups: TwoGroups) -> None:
+    await added(groups)
+    filesystem = await open_cluster(groups.cluster.file)
+    await whole(filesystem)
+    blocks = blocks_of(2)
+    theirs = of_new(blocks)
+    assert await put(filesystem, blocks) == (BLOCKS, 0, 0)
+    groups.processes[1].kill()
+    await all_hit(filesystem, blocks)
+    groups.processes[0].signal(signal.SIGSTOP)
+    report = await fetch(filesystem, blocks, 3_000)
+    assert [at for at, ok in enumerate(report.ok) if not ok] == theirs
+    assert await came_true(lambda: not filesystem.groups[1].health.readable(), 20)
+    report = await fetch(filesystem, blocks)
+    assert [at for at, ok in enumerate(report.ok) if not ok] == theirs
+    assert await filesystem.match(blocks.keys, deadline_ms=DEADLINE_MS) == theirs[0]
+    more = blocks_of(3)
+    stored = await put(filesystem, more)
+    assert stored == (BLOCKS - len(of_new(more)), 0, len(of_new(more)))
+    groups.processes[0].signal(signal.SIGCONT)
+    groups.processes[1].start()
+    await whole(filesystem)
+    await all_hit(filesystem, blocks)
+    groups.kill()
+    again = await open_cluster(groups.cluster.file)
+    report = await fetch(again, blocks)
+    assert [at for at, ok in enumerate(report.ok) if not ok] == theirs
+    await again.close()
+    await filesystem.close()
+
+
+async def test_a_store_and_its_commands_see_all_groups(groups: TwoGroups) -> None:
+    await added(groups)
+    async with await KVStore.open(groups.cluster.file) as store:
+        assert [node.node_index for node in await store.nodes()] == list(range(24))
+
+    def run(*words: str) -> Any:
+        outcome = run_process(*words)
+        return outcome.code, json.loads(outcome.out)
+
+    code, status = await asyncio.to_thread(run, "--json", "cluster", "status", groups.cluster.file)
+    assert (code, status["nodes_serving"], status["version"]) == (0, 24, 2)
+    assert [node["group"] for node in status["nodes"]] == [0] * 12 + [1] * 12
+    assert [group["group"] for group in status["groups"]] == [0, 1]
+    text = await asyncio.to_thread(run_process, "cluster", "status", groups.cluster.file)
+    assert "24 of 24 nodes serve, 2 groups" in text.out
+    assert "group 1 is new: previous owners are asked for" in text.out
+    _, top = await asyncio.to_thread(run, "--json", "top", groups.cluster.file, "--once", "--interval", "0.1")
+    assert top["nodes_serving"] == 24
+    groups.processes[1].kill()
+    code, status = await asyncio.to_thread(run, "--json", "cluster", "status", groups.cluster.file)
+    assert (code, status["nodes_serving"], status["nodes"][23]["state"]) == (1, 23, "suspect")
+
+
+async def test_the_group_is_added_once_and_only_whole(groups: TwoGroups) -> None:
+    cluster = groups.cluster
+    words = groups.words(cluster.file)
+    half = await asyncio.to_thread(run_process, *words[:-12])
+    assert (half.code, "6 addresses given" in half.error_line) == (2, True)
+    taken = await asyncio.to_thread(run_process, *words[:9], "--address", cluster.addresses[0])
+    assert (taken.code, taken.error_line.endswith("is the address of node 10 already")) == (2, True)
+    both = await asyncio.to_thread(run_process, *words, "--listen", "unix")
+    assert (both.code, "either --listen" in both.error_line) == (2, True)
+    assert not groups.root.exists(), "nothing was made for a request that cannot be meant"
+    first = await asyncio.to_thread(run_process, *words[:4], str(cluster.root), *words[5:])
+    assert (first.code, first.document()["group"], first.document()["changed"]) == (0, 0, False)
+    await added(groups)
+    again = await asyncio.to_thread(groups.add, cluster.file)
+    assert (again.code, again.document()["changed"], again.document()["version"]) == (0, False, 2)
+    store = read_store_config(SystemIo(), str(groups.root))
+    assert (store.group, store.cluster_id) == (1, cluster.config.cluster_id)
+    groups.kill()
+    checked = await asyncio.to_thread(run_process, "fsck", "--store", str(groups.root))
+    assert checked.code == 0, checked.out + checked.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("version = 2", "version = 0", "version is 0"),
+        ("groups_added = [", "groups_added = [5, ", "24 nodes, expected 36"),
+        ("groups_added = [", "groups_added = [-", "was added before the one in front"),
+        ("groups_added", "groups_aded", "groups_aded"),
+        ("format_version = 1", "format_version = 1\nretention_seconds = -5", "retention_seconds is -5"),
+    ],
+)
+async def test_a_file_whose_groups_cannot_be_is_refused(tmp_path: Path, old: str, new: str, why: str) -> None:
+    nodes = "".join(f'\n[[node]]\nid = "{number:032x}"\naddress = "unix:s{number}"\n' for number in range(24))
+    text = ('format_version = 1\ncluster_id = "' + "c" * 32 + '"\ndurability = "process"\nversion = 2\n'
+            "groups_added = [1800000000]\n" + nodes)
+    file = tmp_path / "cluster.toml"
+    file.write_text(text)
+    assert read_cluster(SystemIo(), str(file)).ownership.added_at == (0, 1_800_000_000)
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(Exception, match=why):
+        read_cluster(SystemIo(), str(file))
+    file.write_text(text[: text.rindex("[[node]]")])
+    with pytest.raises(Exception, match="23 nodes, expected 24 for 2 groups"):
+        read_cluster(SystemIo(), str(file))
+
+
+async def test_a_client_of_a_map_in_etcd_follows_when_a_group_is_added() -> None:
+    with etcd_process() as etcd, two_groups("--register", str(etcd.url)) as groups:
+        store = EtcdStore(etcd.url)
+        await store.create(map_of(groups.cluster))
+        filesystem = await open_cluster(str(etcd.url))
+        await whole(filesystem)
+        blocks = blocks_of(5)
+        assert await put(filesystem, blocks) == (BLOCKS, 0, 0)
+        refused = await asyncio.to_thread(groups.add, str(etcd.url))
+        assert (refused.code, (await store.read()).map.version) == (1, 1)
+        await asyncio.to_thread(groups.start)
+        done = (await asyncio.to_thread(groups.add, str(etcd.url))).document()
+        assert (done["group"], done["version"], done["changed"]) == (1, 2, True)
+        assert await came_true(lambda: len(filesystem.groups) == 2, 30)
+        await whole(filesystem)
+        await all_hit(filesystem, blocks)
+        assert filesystem.counters.get("previous_owner_blocks") == len(of_new(blocks))
+        assert await put(filesystem, blocks) == (len(of_new(blocks)), BLOCKS - len(of_new(blocks)), 0)
+        assert [node.records for node in (await filesystem.nodes())[12:]] == [len(of_new(blocks))] * 12
+        again = (await asyncio.to_thread(groups.add, str(etcd.url))).document()
+        assert (again["version"], again["changed"]) == (2, False)
+        assert (await store.read()).map.ownership.groups == 2
+        words = ("cluster", "move-node", "23", "--address", f"unix:{groups.root}/nowhere")
+        moved = await asyncio.to_thread(run_process, "--store", str(etcd.url), *words)
+        assert moved.code == 0, moved.err
+        assert await came_true(lambda: filesystem.groups[1].health.readable() == list(range(11)), 30)
+        assert filesystem.groups[0].health.readable() == list(range(12))
+        await all_hit(filesystem, blocks)
+        await filesystem.close()
+        await store.close()
