@@ -26,7 +26,7 @@ from kvstore.store import KVStore
 from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, SHAPE, all_hit, fetch
 from tests.support.blocks import Blocks, make_blocks
 from tests.support.cli import Outcome, run_process
-from tests.support.etcdprocess import etcd_process, map_of
+from tests.support.etcdprocess import EtcdProcess, etcd_process, map_of
 from tests.support.servers import EXTENT_BYTES, NODE_CAPACITY_BYTES, ServedCluster, ServerProcess, served_cluster
 from tests.support.waiting import came_true
 
@@ -237,33 +237,39 @@ async def test_a_file_whose_groups_cannot_be_is_refused(tmp_path: Path, old: str
         read_cluster(SystemIo(), str(file))
 
 
-async def test_a_client_of_a_map_in_etcd_follows_when_a_group_is_added() -> None:
+@pytest.fixture
+def in_etcd() -> Iterator[tuple[EtcdProcess, TwoGroups]]:
     with etcd_process() as etcd, two_groups("--register", str(etcd.url)) as groups:
-        store = EtcdStore(etcd.url)
-        await store.create(map_of(groups.cluster))
-        filesystem = await open_cluster(str(etcd.url))
-        await whole(filesystem)
-        blocks = blocks_of(5)
-        assert await put(filesystem, blocks) == (BLOCKS, 0, 0)
-        refused = await asyncio.to_thread(groups.add, str(etcd.url))
-        assert (refused.code, (await store.read()).map.version) == (1, 1)
-        await asyncio.to_thread(groups.start)
-        done = (await asyncio.to_thread(groups.add, str(etcd.url))).document()
-        assert (done["group"], done["version"], done["changed"]) == (1, 2, True)
-        assert await came_true(lambda: len(filesystem.groups) == 2, 30)
-        await whole(filesystem)
-        await all_hit(filesystem, blocks)
-        assert filesystem.counters.get("previous_owner_blocks") == len(of_new(blocks))
-        assert await put(filesystem, blocks) == (len(of_new(blocks)), BLOCKS - len(of_new(blocks)), 0)
-        assert [node.records for node in (await filesystem.nodes())[12:]] == [len(of_new(blocks))] * 12
-        again = (await asyncio.to_thread(groups.add, str(etcd.url))).document()
-        assert (again["version"], again["changed"]) == (2, False)
-        assert (await store.read()).map.ownership.groups == 2
-        words = ("cluster", "move-node", "23", "--address", f"unix:{groups.root}/nowhere")
-        moved = await asyncio.to_thread(run_process, "--store", str(etcd.url), *words)
-        assert moved.code == 0, moved.err
-        assert await came_true(lambda: filesystem.groups[1].health.readable() == list(range(11)), 30)
-        assert filesystem.groups[0].health.readable() == list(range(12))
-        await all_hit(filesystem, blocks)
-        await filesystem.close()
-        await store.close()
+        yield etcd, groups
+
+
+async def test_a_client_of_a_map_in_etcd_follows_when_a_group_is_added(in_etcd: tuple[EtcdProcess, TwoGroups]) -> None:
+    etcd, groups = in_etcd
+    store = EtcdStore(etcd.url)
+    await store.create(map_of(groups.cluster))
+    filesystem = await open_cluster(str(etcd.url))
+    await whole(filesystem)
+    blocks = blocks_of(5)
+    assert await put(filesystem, blocks) == (BLOCKS, 0, 0)
+    refused = await asyncio.to_thread(groups.add, str(etcd.url))
+    assert (refused.code, (await store.read()).map.version) == (1, 1)
+    await asyncio.to_thread(groups.start)
+    done = (await asyncio.to_thread(groups.add, str(etcd.url))).document()
+    assert (done["group"], done["version"], done["changed"]) == (1, 2, True)
+    assert await came_true(lambda: len(filesystem.groups) == 2, 30)
+    await whole(filesystem)
+    await all_hit(filesystem, blocks)
+    assert filesystem.counters.get("previous_owner_blocks") == len(of_new(blocks))
+    assert await put(filesystem, blocks) == (len(of_new(blocks)), BLOCKS - len(of_new(blocks)), 0)
+    assert [node.records for node in (await filesystem.nodes())[12:]] == [len(of_new(blocks))] * 12
+    again = (await asyncio.to_thread(groups.add, str(etcd.url))).document()
+    assert (again["version"], again["changed"]) == (2, False)
+    assert (await store.read()).map.ownership.groups == 2
+    words = ("cluster", "move-node", "23", "--address", f"unix:{groups.root}/nowhere")
+    moved = await asyncio.to_thread(run_process, "--store", str(etcd.url), *words)
+    assert moved.code == 0, moved.err
+    assert await came_true(lambda: filesystem.groups[1].health.readable() == list(range(11)), 30)
+    assert filesystem.groups[0].health.readable() == list(range(12))
+    await all_hit(filesystem, blocks)
+    await filesystem.close()
+    await store.close()
