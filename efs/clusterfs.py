@@ -23,6 +23,10 @@ node, the connections to it are made anew; another group is opened. Reads and wr
 with the last map when it is gone, for ever. No copy is kept on disk: a client that starts while etcd is away is told
 so. A map that is older than the one in use, of another cluster, or not readable is not followed.
 
+*Versions.* Every put says by which version of the description it is made. Where a node has heard of a later one and
+refuses, the description is read again, also a cluster.toml, and gone over to in the background; the put waits for
+that within its deadline and is made once more.
+
 Opening by a map goes on without up to two places of each group whose servers are other nodes than the map says
 (`efs/limits.py` OTHERS_TOLERATED): that is what a replaced node looks like whose old server still runs.
 """
@@ -34,10 +38,11 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Final, Literal
 
-from efs.clock import Clock, SystemClock
+from efs.clock import Clock, Deadline, SystemClock
 from efs.cluster import StoreConfig
 from efs.clusterfile import ClusterConfig, read_cluster
 from efs.clustermap import ETCD_SCHEME, ClusterMap, EtcdUrl, changed_places, may_follow, parse_etcd_url
@@ -48,7 +53,7 @@ from efs.fs import FileSystem
 from efs.groups import GroupedFileSystem
 from efs.handshake import Role, Tokens, read_token
 from efs.limits import EXTENT_BYTES, OTHERS_TOLERATED, STRIPE_SHARDS, WIRE_HANDSHAKE_MS
-from efs.link import RemotePlace
+from efs.link import MapHeld, RemotePlace
 from efs.metrics import CounterFile
 from efs.nodedir import COUNTERS_FILE, OwnerLock
 from efs.osio import Io, SystemIo
@@ -79,15 +84,28 @@ async def open_cluster(where: str, *, io: Io | None = None, clock: Clock | None 
     if where.startswith(ETCD_SCHEME):
         return await _open_mapped(parse_etcd_url(where), io, clock, care, scrub)
     path = os.path.abspath(where)
-    client = await _Client.open(read_cluster(io, path), os.path.dirname(path), 0, io, clock, care, scrub)
+
+    async def read() -> ClusterConfig:
+        return read_cluster(io, path)
+
+    client = await _Client.open(read, os.path.dirname(path), 0, io, clock, care, scrub)
     return client.filesystem
 
 
 async def _open_mapped(url: EtcdUrl, io: Io, clock: Clock, care: Care, scrub: bool) -> GroupedFileSystem:
     store = EtcdStore(url)
+
+    async def read() -> ClusterConfig:
+        """On a connection of its own: following has the other one."""
+        asking = EtcdStore(url)
+        try:
+            return (await asking.read()).map.config()
+        finally:
+            await asking.close()
+
     try:
-        held = (await store.read()).map
-        client = await _Client.open(held.config(), held.root, OTHERS_TOLERATED, io, clock, care, scrub)
+        root = (await store.read()).map.root
+        client = await _Client.open(read, root, OTHERS_TOLERATED, io, clock, care, scrub)
     finally:
         await store.close()
 
@@ -98,15 +116,21 @@ async def _open_mapped(url: EtcdUrl, io: Io, clock: Clock, care: Care, scrub: bo
     return client.filesystem
 
 
+Read = Callable[[], Awaitable[ClusterConfig]]
+
+
 class _Client:
     """A cluster as this process has it open: how its nodes were connected to, for those that move or are added. Made
     with `open`; the filesystem owns everything."""
 
     filesystem: GroupedFileSystem
 
-    def __init__(self, config: ClusterConfig, root: str, io: Io, clock: Clock, lock: OwnerLock | None, role: Role,
-                 tokens: Tokens, maintain: bool, scrub: bool) -> None:
+    def __init__(self, read: Read, config: ClusterConfig, root: str, io: Io, clock: Clock, lock: OwnerLock | None,
+                 role: Role, tokens: Tokens, maintain: bool, scrub: bool) -> None:
+        self._read = read
         self._config = config
+        self._map_held = MapHeld(config.version)
+        self._changing = asyncio.Lock()
         self._root = root
         self._io = io
         self._clock = clock
@@ -122,9 +146,11 @@ class _Client:
         """Of all groups, by number."""
 
     @classmethod
-    async def open(cls, config: ClusterConfig, root: str, others_tolerated: int, io: Io, clock: Clock, care: Care,
+    async def open(cls, read: Read, root: str, others_tolerated: int, io: Io, clock: Clock, care: Care,
                    scrub: bool) -> _Client:
-        """others_tolerated: in each group, how many servers may be another node than is wanted."""
+        """read: how to read the description of the cluster. others_tolerated: in each group, how many servers may be
+        another node than is wanted."""
+        config = await read()
         lock = _upkeep_lock(io, root, config, care)
         client: _Client | None = None
         try:
@@ -135,11 +161,13 @@ class _Client:
                 lock.release()
                 lock = None
             maintain = lock is not None and care == "background"
-            client = cls(config, root, io, clock, lock, role, tokens, maintain, scrub)
-            await client._connect(others_tolerated)
-            groups = await client._groups(range(config.ownership.groups))
+            client = cls(read, config, root, io, clock, lock, role, tokens, maintain, scrub)
+            client._nodes = await client._connect(client._places(config), others_tolerated)
+            client._counters.add("nodes_degraded", sum(node.suspect for node in client._nodes))
+            groups = await client._groups(config, range(config.ownership.groups), client._nodes)
             client.filesystem = GroupedFileSystem(groups, config.ownership, counters=client._counters, clock=clock,
-                                                  quotas=client._quotas, lock=lock, root=root)
+                                                  quotas=client._quotas, lock=lock, root=root,
+                                                  map_held=client._map_held, renew=client.renew)
             return client
         except BaseException:
             if client is not None:
@@ -154,70 +182,105 @@ class _Client:
     def _places(self, config: ClusterConfig) -> list[RemotePlace]:
         """By number."""
         return [RemotePlace(endpoint, config.cluster_id, node_id, number % STRIPE_SHARDS, self._role, self._tokens,
-                            config.durability)
+                            config.durability, self._map_held)
                 for number, (endpoint, node_id) in enumerate(zip(config.endpoints, config.node_ids, strict=True))]
 
-    async def _connect(self, others_tolerated: int) -> None:
-        """Connect to all nodes at once; every node that was made is in `_nodes`, in order unless one refused. Servers
-        that are another node or refuse are tried again later, where so few are tolerated."""
-        places = self._places(self._config)
+    async def _connect(self, places: Sequence[RemotePlace], others_tolerated: int) -> list[RemoteNode]:
+        """Connect to all nodes of some groups at once. Servers that are another node or refuse are tried again later,
+        where so few are tolerated."""
         made: list[RemoteNode | BaseException] = list(await asyncio.gather(
             *(RemoteNode.open(place, self._clock, self._counters, WIRE_HANDSHAKE_MS) for place in places),
             return_exceptions=True))
-        others = [number for number, failure in enumerate(made)
-                  if isinstance(failure, IdentityMismatch | HandshakeFailed)]
-        if max(Counter(number // STRIPE_SHARDS for number in others).values(), default=0) <= others_tolerated:
-            for number in others:
-                _LOG.warning("node %d is not where it should be: %s", number, made[number])
-                made[number] = RemoteNode.begin(places[number], self._clock, self._counters)
-        self._nodes += [node for node in made if isinstance(node, RemoteNode)]
-        for failure in made:
-            if isinstance(failure, EfsError):
-                raise failure
-            if isinstance(failure, BaseException):
-                raise RuntimeError("a node could not be made") from failure
-        for number, node in enumerate(self._nodes):
+        others = [at for at, failure in enumerate(made) if isinstance(failure, IdentityMismatch | HandshakeFailed)]
+        if max(Counter(at // STRIPE_SHARDS for at in others).values(), default=0) <= others_tolerated:
+            for at in others:
+                _LOG.warning("a node is not where it should be: %s", made[at])
+                made[at] = RemoteNode.begin(places[at], self._clock, self._counters)
+        nodes = [node for node in made if isinstance(node, RemoteNode)]
+        failures = [failure for failure in made if isinstance(failure, BaseException)]
+        if failures:
+            await asyncio.gather(*(node.close() for node in nodes))
+            first = next((failure for failure in failures if isinstance(failure, EfsError)), failures[0])
+            raise first if isinstance(first, EfsError) else RuntimeError("a node could not be made") from first
+        for node in nodes:
             if node.suspect:
-                _LOG.warning("the cluster is opened without node %d: %s does not answer", number, node.place.endpoint)
-        self._counters.add("nodes_degraded", sum(node.suspect for node in self._nodes))
+                _LOG.warning("going on without node %d at %s, which does not answer", node.node_index,
+                             node.place.endpoint)
+        return nodes
 
     # -- groups
 
-    async def _groups(self, numbers: Sequence[int]) -> list[FileSystem]:
-        """The filesystems of groups whose nodes are there."""
+    async def _groups(self, config: ClusterConfig, numbers: Sequence[int],
+                      nodes: Sequence[RemoteNode]) -> list[FileSystem]:
+        """The filesystems of groups with these nodes."""
         tombstones = [read_tombstones(self._io, _notes(self._root, group)) if self._lock is not None else {}
-                      for group in range(self._config.ownership.groups)]
+                      for group in range(config.ownership.groups)]
         purged = frozenset[bytes]().union(*tombstones)
-        return [await self._group(group, {**dict.fromkeys(purged, ALL_NODES), **tombstones[group]})
-                for group in numbers]
+        return [await self._group(config, group, nodes[STRIPE_SHARDS * at : STRIPE_SHARDS * (at + 1)],
+                                  {**dict.fromkeys(purged, ALL_NODES), **tombstones[group]})
+                for at, group in enumerate(numbers)]
 
-    async def _group(self, group: int, tombstones: Tombstones) -> FileSystem:
-        nodes = self._nodes[STRIPE_SHARDS * group : STRIPE_SHARDS * (group + 1)]
-        self._quotas.extend(nodes)
+    async def _group(self, config: ClusterConfig, group: int, nodes: Sequence[RemoteNode],
+                     tombstones: Tombstones) -> FileSystem:
         if self._lock is None:
-            return self._filesystem(group, nodes, None, Progress(), {})
+            return self._filesystem(config, group, nodes, None, Progress(), {})
         notes = _notes(self._root, group)
         if not os.path.isdir(notes):
             self._io.mkdir(notes)
         left = await _bury(self._io, notes, nodes, tombstones, self._clock)
-        return self._filesystem(group, nodes, notes, read_progress(self._io, notes), left)
+        return self._filesystem(config, group, nodes, notes, read_progress(self._io, notes), left)
 
-    def _filesystem(self, group: int, nodes: Sequence[RemoteNode], notes: str | None, progress: Progress,
-                    tombstones: Tombstones) -> FileSystem:
+    def _filesystem(self, config: ClusterConfig, group: int, nodes: Sequence[RemoteNode], notes: str | None,
+                    progress: Progress, tombstones: Tombstones) -> FileSystem:
+        self._quotas.extend(nodes)
         return FileSystem(nodes, codec=Codec(), counters=self._counters, clock=self._clock, quotas=self._quotas,
-                          config=_store_config(self._config, group), progress=progress, tombstones=tombstones,
+                          config=_store_config(config, group), progress=progress, tombstones=tombstones,
                           io=self._io if notes is not None else None, notes=notes, maintain=self._maintain,
                           scrub=self._scrub, root=self._root)
 
     # -- changes
 
+    async def renew(self, version: int, deadline: Deadline) -> bool:
+        """After a put by a version that failed: if nodes refuse that one, go over to what is written now. Whether a
+        later one is in use."""
+        if self._map_held.version > version:
+            return True
+        if not self._map_held.outdated:
+            return False
+        try:
+            async with asyncio.timeout(deadline.left()):
+                found = await self._read()
+        except (EfsError, TimeoutError) as error:
+            _LOG.warning("nodes know of a later map than version %d, which could not be read: %s", version, error)
+            return False
+        # In the background, because it is not to be given up half way; the new groups then have their connections.
+        followed = asyncio.Event()
+
+        async def follow() -> None:
+            try:
+                await self.follow(found)
+            except EfsError as error:
+                _LOG.warning("going on with version %d of the map: %s", version, error)
+            finally:
+                followed.set()
+
+        self.filesystem.attend("map", follow)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline.left()):
+                await followed.wait()
+        return self._map_held.version > version
+
     async def follow(self, found: ClusterConfig) -> None:
         """Go over to a later description of the cluster: other nodes and addresses, further groups."""
-        why = may_follow(self._config, found)
+        async with self._changing:
+            await self._follow(found)
+
+    async def _follow(self, found: ClusterConfig) -> None:
+        held = self._config
+        why = may_follow(held, found)
         if why is not None:
-            _LOG.warning("going on with version %d of the map, not with what was found: %s", self._config.version, why)
+            _LOG.warning("going on with version %d of the map, not with what was found: %s", held.version, why)
             return
-        held, self._config = self._config, found
         places = self._places(found)
         for number in changed_places(held, found):
             node, place = self._nodes[number], places[number]
@@ -227,12 +290,22 @@ class _Client:
             self.filesystem.note_replaced(number, place.node_id, str(place.endpoint))
             self._counters.add("places_changed")
         if found.ownership != held.ownership:
-            added = range(held.ownership.groups, found.ownership.groups)
-            for place in places[len(self._nodes) :]:
-                self._nodes.append(RemoteNode.begin(place, self._clock, self._counters))
-            self.filesystem.extend(await self._groups(added), found.ownership)
-            _LOG.warning("the cluster has %d groups from now on (version %d of the map)", found.ownership.groups,
-                         found.version)
+            await self._extend(found, places[len(self._nodes) :])
+        self._config = found
+        self._map_held.version = found.version
+
+    async def _extend(self, found: ClusterConfig, places: Sequence[RemotePlace]) -> None:
+        """Open the groups that these places are."""
+        nodes = await self._connect(places, STRIPE_SHARDS)
+        try:
+            added = range(self._config.ownership.groups, found.ownership.groups)
+            self.filesystem.extend(await self._groups(found, added, nodes), found.ownership)
+        except BaseException:
+            await asyncio.gather(*(node.close() for node in nodes))
+            raise
+        self._nodes += nodes
+        _LOG.warning("the cluster has %d groups from now on (version %d of the map)", found.ownership.groups,
+                     found.version)
 
 
 def _notes(root: str, group: int) -> str:

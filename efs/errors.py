@@ -97,6 +97,16 @@ class NodeFull(EfsError):
         super().__init__(f"node {node_index} is full: {why}")
 
 
+class OutdatedMap(EfsError):
+    """A write by an older map of the cluster than the node knows of. Read the map again, and write by that."""
+
+    retryable = True
+
+    def __init__(self, node_index: int, why: str) -> None:
+        self.node_index = node_index
+        super().__init__(f"node {node_index} refuses a write: {why}")
+
+
 class StoreClosed(EfsError):
     """The store was closed; open it again."""
 

@@ -10,7 +10,9 @@ from the owner before it. That costs one look-up, and the fetch itself stays one
 `match` asks in the same order. A put goes to the present owner alone, so what is put again moves.
 
 *Puts.* A group's blocks are copied out of the caller's buffer where they do not stand in one piece, at most
-STAGING_PIECE_BYTES at a time for all groups together: a group's writer takes one block-major array.
+STAGING_PIECE_BYTES at a time for all groups together: a group's writer takes one block-major array. Each write says by
+which version of the map it is made; where nodes know of a later one and refuse it, the map is read again, once a put,
+and the put made again. Reads are verified by what they find and never refused.
 
 The nodes of all groups are numbered through (`efs.joined.numbered`). With one group every call is passed on as it is.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -51,6 +53,7 @@ from efs.limits import (
     STAGING_PIECE_BYTES,
     STRIPE_SHARDS,
 )
+from efs.link import MapHeld
 from efs.memory import flat_bytes
 from efs.metrics import CounterFile
 from efs.nodedir import OwnerLock
@@ -69,14 +72,19 @@ from efs.writer import check_items
 T = TypeVar("T")
 
 Flags = NDArray[np.bool_]
+Renew = Callable[[int, Deadline], Awaitable[bool]]
 
 
 class GroupedFileSystem:
     """The verbs of `FileSystem`, over one or more of them. `groups[g]` is group g."""
 
     def __init__(self, groups: Sequence[FileSystem], ownership: Ownership, *, counters: CounterFile, clock: Clock,
-                 quotas: Quotas, lock: OwnerLock | None = None, root: str | None = None) -> None:
-        """Over groups that are open; all of them count in `counters` and have `quotas`. Must run on the loop."""
+                 quotas: Quotas, lock: OwnerLock | None = None, root: str | None = None,
+                 map_held: MapHeld | None = None, renew: Renew | None = None) -> None:
+        """Over groups that are open; all of them count in `counters` and have `quotas`. Must run on the loop.
+
+        map_held: by which version of the map the nodes are written to. renew: asked after a put by a version that
+        failed in part; whether a later one is in use now, because that one turned out outdated."""
         if len(groups) != ownership.groups:
             raise InvalidArgument(f"{len(groups)} groups are open, {ownership.groups} own keys")
         self.groups = tuple(groups)
@@ -87,6 +95,8 @@ class GroupedFileSystem:
         self._ownership = ownership
         self._clock = clock
         self._lock = lock
+        self._map_held = map_held or MapHeld()
+        self._renew = renew
         self._background = Background()
         self._closed = False
 
@@ -114,10 +124,19 @@ class GroupedFileSystem:
 
     async def put(self, items: Sequence[PutItem], shape: BlockShape, blocks: Any, *, deadline_ms: float) -> PutReport:
         """`FileSystem.put`, to the present owners. A quota refuses the new blocks of a tenant group by group."""
-        if len(self.groups) == 1 or not items:
-            return await self.groups[0].put(items, shape, blocks, deadline_ms=deadline_ms)
         self._require_open()
         deadline = Deadline.after_ms(self._clock, deadline_ms)
+        version = self._map_held.version
+        report = await self._put_all(items, shape, blocks, deadline)
+        if not report.failed or self._renew is None or not await self._renew(version, deadline):
+            return report
+        again = await self._put_all(items, shape, blocks, deadline)
+        return replace(again, acked=report.acked + again.acked, already=max(0, again.already - report.acked))
+
+    async def _put_all(self, items: Sequence[PutItem], shape: BlockShape, blocks: Any,
+                       deadline: Deadline) -> PutReport:
+        if len(self.groups) == 1 or not items:
+            return await self.groups[0].put(items, shape, blocks, deadline_ms=_left_ms(deadline))
         check_items(items)
         source = flat_bytes(blocks, "blocks", len(items) * shape.block_bytes).reshape(len(items), shape.block_bytes)
         owners = self._ownership.owners([item.key for item in items], self._clock.wall())[0]

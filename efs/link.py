@@ -60,6 +60,19 @@ T = TypeVar("T")
 _LOG: Final = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class MapHeld:
+    """The version of the cluster's map by which a client writes, the same for all of its nodes; 0: by none. refused:
+    the latest one for which some node has refused a write."""
+
+    version: int = 0
+    refused: int = 0
+
+    @property
+    def outdated(self) -> bool:
+        return self.refused >= self.version > 0
+
+
 @dataclass(frozen=True, slots=True)
 class RemotePlace:
     """Which node is wanted, where, and in which role. durability: what its acknowledgements must promise; None: any."""
@@ -71,6 +84,7 @@ class RemotePlace:
     role: Role = Role.DATA
     tokens: Tokens = field(default_factory=Tokens)
     durability: str | None = None
+    map_held: MapHeld = field(default_factory=MapHeld)
 
 
 class Pieces(Protocol):

@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.contract import NodeTable, PutBatch, PutOutcome, Span, VersionRow
-from efs.errors import EfsError, InvalidArgument, NodeFull, NodeReadOnly, NodeUnavailable, WireError
+from efs.errors import EfsError, InvalidArgument, NodeFull, NodeReadOnly, NodeUnavailable, OutdatedMap, WireError
 from efs.limits import (
     DIGEST_BYTES,
     HOLLOW_GRACE_MS,
@@ -61,7 +61,7 @@ from efs.types import DropItem, ListedRecord, ListPage, NodeInfo
 T = TypeVar("T")
 
 _PAIR: Final = struct.Struct("<II")
-_PUT: Final = struct.Struct("<IIIIIB")
+_PUT: Final = struct.Struct("<IIIIIBQ")
 _TOUCH: Final = struct.Struct("<IB")
 _LIST: Final = struct.Struct("<IB")
 _POSITION: Final = struct.Struct("<Q")
@@ -208,6 +208,7 @@ class PutHead:
     slot_bytes: int
     stamp: int
     repair: bool
+    map_version: int
 
     @property
     def body_bytes(self) -> int:
@@ -223,22 +224,24 @@ def put_metadata_bytes(records: int, header_size: int) -> int:
     return _PUT.size + records * (KEY_BYTES + header_size)
 
 
-def encode_put(batch: PutBatch) -> bytes:
+def encode_put(batch: PutBatch, map_version: int = 0) -> bytes:
+    """map_version: of the map of the cluster by which the batch is written; 0 of a client that goes by none."""
     head = _PUT.pack(len(batch.keys), batch.headers.shape[1], batch.shard_bytes, batch.payload.shape[1], batch.stamp,
-                     batch.repair)
+                     batch.repair, map_version)
     return b"".join((head, *batch.keys, batch.headers.tobytes()))
 
 
 def decode_put(data: bytes, body_bytes: int) -> PutHead:
     """What a put says, agreeing with the length of its body."""
-    records, header_size, shard_bytes, slot_bytes, stamp, repair = _unpack(_PUT, data)
+    records, header_size, shard_bytes, slot_bytes, stamp, repair, map_version = _unpack(_PUT, data)
     _require_size("a put", data, put_metadata_bytes(records, header_size))
     fits = records * slot_bytes == body_bytes and 1 <= shard_bytes <= slot_bytes
     if not fits or not 1 <= records <= MAX_KEYS_PER_CALL:
         raise WireError(f"a put of {records} records of {slot_bytes} bytes in a body of {body_bytes}")
     start = _PUT.size + records * KEY_BYTES
     headers = np.frombuffer(data, np.uint8, records * header_size, start).reshape(records, header_size).copy()
-    return PutHead(decode_keys(data[_PUT.size : start]), headers, shard_bytes, slot_bytes, stamp, repair != 0)
+    return PutHead(decode_keys(data[_PUT.size : start]), headers, shard_bytes, slot_bytes, stamp, repair != 0,
+                   map_version)
 
 
 def encode_outcome(outcome: PutOutcome) -> bytes:
@@ -366,10 +369,10 @@ def encode_error(error: EfsError) -> bytes:
     """The kind of an error and what it says, without the name of the node, which the client puts before it again."""
     if isinstance(error, InvalidArgument):
         return msgspec.msgpack.encode(("invalid", str(error)))
-    named = isinstance(error, NodeUnavailable | NodeFull)
+    named = isinstance(error, NodeUnavailable | NodeFull | OutdatedMap)
     why = str(error).partition(": ")[2] if named else str(error)
     kind = ("read-only" if isinstance(error, NodeReadOnly) else "full" if isinstance(error, NodeFull)
-            else "unavailable")
+            else "outdated" if isinstance(error, OutdatedMap) else "unavailable")
     return msgspec.msgpack.encode((kind, why))
 
 
@@ -381,4 +384,6 @@ def decode_error(data: bytes, node_index: int) -> EfsError:
         return NodeReadOnly(node_index, why)
     if kind == "full":
         return NodeFull(node_index, why)
+    if kind == "outdated":
+        return OutdatedMap(node_index, why)
     return NodeUnavailable(node_index, why)

@@ -27,7 +27,7 @@ from efs.batch import check_batch, require_keys
 from efs.burial import words_of
 from efs.clock import Clock, Deadline
 from efs.contract import Landing, NodeTable, PutBatch, PutOutcome, Span, VersionRow
-from efs.errors import InvalidArgument, NodeFull, NodeUnavailable, WireError
+from efs.errors import InvalidArgument, NodeFull, NodeUnavailable, OutdatedMap, WireError
 from efs.limits import (
     IOV_MAX,
     KIB,
@@ -252,8 +252,14 @@ class RemoteNode:
     async def _put(self, batch: PutBatch, deadline: Deadline) -> PutOutcome:
         body = batch.payload.reshape(-1).data
         decode = partial(decode_outcome, records=len(batch.keys))
-        return await self._changing.ask(Kind.PUT, encode_put(batch), deadline, decode, body=(body,),
-                                        body_bytes=len(body))
+        held = self._place.map_held
+        version = held.version
+        try:
+            return await self._changing.ask(Kind.PUT, encode_put(batch, version), deadline, decode, body=(body,),
+                                            body_bytes=len(body))
+        except OutdatedMap:
+            held.refused = max(held.refused, version)
+            raise
 
     def touch(self, keys: Sequence[bytes], locations: NDArray[np.int64] | None, stamp: int) -> None:
         """See the contract."""

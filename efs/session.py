@@ -24,7 +24,7 @@ import logging
 import random
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
@@ -35,7 +35,7 @@ from efs.batch import BatchFields, check_batch
 from efs.checksum import xxh3_64
 from efs.clock import Clock, Deadline
 from efs.contract import Landing, Node, PutBatch, Span, Stride
-from efs.errors import EfsError, IdentityMismatch, InvalidArgument, NodeUnavailable, WireError
+from efs.errors import EfsError, IdentityMismatch, InvalidArgument, NodeUnavailable, OutdatedMap, WireError
 from efs.handshake import (
     OPERATOR_KINDS,
     Challenge,
@@ -89,6 +89,23 @@ _REQUESTS: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.READ, Kind.PUT, K
                               Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES})
 
 
+@dataclass(slots=True)
+class MapSeen:
+    """The latest version of the cluster's map of which a node has heard, from etcd or by what clients write. It is
+    forgotten when the server ends, and heard again with the first write."""
+
+    version: int = 0
+
+    def heard(self, version: int) -> None:
+        self.version = max(self.version, version)
+
+    def require(self, version: int, node_index: int) -> None:
+        """OutdatedMap for a write by an older one. 0 is of a client that goes by no map."""
+        if 0 < version < self.version:
+            raise OutdatedMap(node_index, f"it is by version {version} of the map, the node knows of {self.version}")
+        self.heard(version)
+
+
 @dataclass(frozen=True, slots=True)
 class ServedNode:
     """A node and what identifies it. durability: what its acknowledgements promise."""
@@ -98,6 +115,7 @@ class ServedNode:
     node_id: str
     durability: str
     counters: CounterFile
+    map_seen: MapSeen = field(default_factory=MapSeen)
 
 
 @dataclass(slots=True)
@@ -353,6 +371,8 @@ class Session:
     async def _store(self, node: Node, head: PutHead, body: bytearray | None, deadline: Deadline) -> bytes:
         if body is None:
             raise NodeUnavailable(node.node_index, "its server holds as many requests as it may")
+        assert self._served is not None
+        self._served.map_seen.require(head.map_version, node.node_index)
         batch = head.batch(body)
         check_payload(batch, check_batch(batch, node.node_index))
         return encode_outcome(await node.put(batch, deadline))

@@ -273,3 +273,53 @@ async def test_a_client_of_a_map_in_etcd_follows_when_a_group_is_added(in_etcd: 
     await all_hit(filesystem, blocks)
     await filesystem.close()
     await store.close()
+
+
+# -- Versions of the map ----------------------------------------------------------------------------------------------
+
+
+async def test_a_write_by_an_older_map_is_refused_and_the_client_reads_the_map_again(groups: TwoGroups) -> None:
+    behind = await open_cluster(groups.cluster.file)
+    await whole(behind)
+    await added(groups)
+    ahead = await open_cluster(groups.cluster.file)
+    await whole(ahead)
+    first = blocks_of(20)
+    assert await put(behind, first) == (BLOCKS, 0, 0), "nobody has told the nodes of a later map yet"
+    assert len(behind.groups) == 1
+    second = blocks_of(21)
+    assert await put(ahead, second) == (BLOCKS, 0, 0)
+    await all_hit(behind, first)
+    third = blocks_of(22)
+    blocks = await asyncio.gather(*(put(behind, some) for some in (third, blocks_of(23))))
+    assert [acked + failed for acked, _, failed in blocks] == [BLOCKS] * 2
+    assert (len(behind.groups), behind._map_held.version, behind._map_held.outdated) == (2, 2, False)
+    await whole(behind)
+    assert (await put(behind, third))[2] == 0
+    for client in (behind, ahead):
+        for some in (first, second, third):
+            await all_hit(client, some)
+    assert await put(behind, blocks_of(24)) == (BLOCKS, 0, 0)
+    await ahead.close()
+    await behind.close()
+
+
+async def test_a_client_whose_map_stays_old_is_told_both_versions_and_reads_on(groups: TwoGroups) -> None:
+    other = groups.cluster.root / "old.toml"
+    other.write_text(Path(groups.cluster.file).read_text())
+    await added(groups)
+    behind, ahead = await open_cluster(str(other)), await open_cluster(groups.cluster.file)
+    await whole(behind)
+    await whole(ahead)
+    first, second = blocks_of(30), blocks_of(31)
+    assert await put(behind, first) == (BLOCKS, 0, 0)
+    assert await put(ahead, second) == (BLOCKS, 0, 0)
+    report = await behind.put(second.items, SHAPE, second.data, deadline_ms=DEADLINE_MS)
+    assert report.failed == len(of_new(second))
+    assert "by version 1 of the map, the node knows of 2" in str(report.why)
+    assert len(behind.groups[0].health.readable()) == 12, "a refusal for the map is no failure of a node"
+    await all_hit(behind, first)
+    other.write_text(Path(groups.cluster.file).read_text())
+    assert await put(behind, second) == (0, BLOCKS, 0)
+    await ahead.close()
+    await behind.close()
