@@ -13,6 +13,7 @@
     [[node]]                               twelve times for each EC group, in the order of their index
     id = "32 hex digits"
     address = "unix:PATH" or "tcp:HOST:PORT"
+    drain = true                           optional: nothing new goes to it; at most one in a group
 
 Relative paths begin at the file's directory, in which the tenants file stands too. Several nodes may have one address.
 A field that is not listed here is refused: a misspelt token file must not mean that there is none.
@@ -25,7 +26,8 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,7 +36,7 @@ import msgspec
 from efs.cluster import DURABILITIES, MOST_FILE_BYTES, Durability
 from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import CorruptRecord, FormatUnsupported, InvalidArgument, OpenFailed, StoreNotFound
-from efs.limits import FORMAT_VERSION, GROUP_RETENTION_SECONDS, STRIPE_SHARDS
+from efs.limits import ACK_SHARDS, FORMAT_VERSION, GROUP_RETENTION_SECONDS, STRIPE_SHARDS
 from efs.nodedir import ID_HEX_DIGITS
 from efs.osio import Io, read_file, replace_file
 from efs.ownership import Ownership
@@ -56,9 +58,12 @@ class ClusterConfig:
     operator_token_file: str | None = None
     version: int = 1
     ownership: Ownership = field(default_factory=Ownership)
+    draining: frozenset[int] = frozenset()
+    """Numbers of the nodes that get nothing new."""
 
     def __post_init__(self) -> None:
         require_members(self.cluster_id, self.node_ids, self.ownership.groups)
+        require_drainable(self.draining)
 
     def of_group(self, group: int) -> Sequence[tuple[str, Endpoint]]:
         """Id and address of the twelve nodes of a group."""
@@ -69,6 +74,7 @@ class ClusterConfig:
 class _Node(msgspec.Struct, forbid_unknown_fields=True):
     id: str
     address: str
+    drain: bool = False
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -115,7 +121,8 @@ def _checked(file: _File, base: str) -> ClusterConfig:
                              for name in (file.token_file, file.operator_token_file))
     return ClusterConfig(file.cluster_id, file.durability, tuple(node.id for node in file.node),
                          tuple(parse_endpoint(node.address, base) for node in file.node), file.upkeep_host, token,
-                         operator_token, file.version, Ownership((0, *file.groups_added), file.retention_seconds))
+                         operator_token, file.version, Ownership((0, *file.groups_added), file.retention_seconds),
+                         frozenset(number for number, node in enumerate(file.node) if node.drain))
 
 
 def require_members(cluster_id: str, node_ids: Sequence[str], groups: int) -> None:
@@ -128,6 +135,14 @@ def require_members(cluster_id: str, node_ids: Sequence[str], groups: int) -> No
     if len(node_ids) != groups * STRIPE_SHARDS:
         of = "" if groups == 1 else f" for {groups} groups"
         raise InvalidArgument(f"{len(node_ids)} nodes, expected {groups * STRIPE_SHARDS}{of}")
+
+
+def require_drainable(draining: Collection[int]) -> None:
+    """InvalidArgument for more nodes of a group than puts can go without."""
+    for group, count in Counter(number // STRIPE_SHARDS for number in draining).items():
+        if count > STRIPE_SHARDS - ACK_SHARDS:
+            raise InvalidArgument(f"{count} nodes of group {group} are to be drained, puts can go without "
+                                  f"{STRIPE_SHARDS - ACK_SHARDS}")
 
 
 def write_cluster(io: Io, root: str, cluster_id: str, durability: Durability, node_ids: Sequence[str],
@@ -153,6 +168,21 @@ def add_group(io: Io, path: str, node_ids: Sequence[str], addresses: Sequence[st
     return config
 
 
+def set_drain(io: Io, path: str, number: int, drain: bool) -> ClusterConfig:
+    """Write cluster.toml anew, its next version, with a node drained or not any more. Errors as `add_group`."""
+    file, held = _read(io, path)
+    if not 0 <= number < len(file.node):
+        raise InvalidArgument(f"no node has index {number}, must be 0 to {len(file.node) - 1}")
+    if file.node[number].drain == drain:
+        return held
+    nodes = list(file.node)
+    nodes[number] = msgspec.structs.replace(nodes[number], drain=drain)
+    wanted = msgspec.structs.replace(file, version=file.version + 1, node=nodes)
+    config = _checked(wanted, os.path.dirname(os.path.abspath(path)))
+    _write(io, path, wanted)
+    return config
+
+
 def _write(io: Io, path: str, file: _File) -> None:
     root = os.path.dirname(os.path.abspath(path))
     _checked(file, root)
@@ -169,6 +199,8 @@ def _write(io: Io, path: str, file: _File) -> None:
         lines.append(f"retention_seconds = {file.retention_seconds}")
     for node in file.node:
         lines += ["", "[[node]]", f'id = "{node.id}"', f"address = {_quoted(node.address)}"]
+        if node.drain:
+            lines.append("drain = true")
     try:
         replace_file(io, root, os.path.basename(path), ("\n".join(lines) + "\n").encode())
     except OSError as error:

@@ -168,6 +168,7 @@ class _Client:
             client.filesystem = GroupedFileSystem(groups, config.ownership, counters=client._counters, clock=clock,
                                                   quotas=client._quotas, lock=lock, root=root,
                                                   map_held=client._map_held, renew=client.renew)
+            client.filesystem.drain(config.draining)
             return client
         except BaseException:
             if client is not None:
@@ -291,6 +292,7 @@ class _Client:
             self._counters.add("places_changed")
         if found.ownership != held.ownership:
             await self._extend(found, places[len(self._nodes) :])
+        self.filesystem.drain(found.draining)
         self._config = found
         self._map_held.version = found.version
 

@@ -11,7 +11,7 @@ Everything of the cluster NAME has a key below /NAME/:
      "token_file": "/path" or null, "operator_token_file": "/path" or null,
      "node_capacity_bytes": …, "extent_bytes": …,                          what a node is made with
      "retention_seconds": …,                                               left out where it is the default
-     "groups": [{"places": [{"node_id": …, "address": …, "incarnation": 1}, … twelve in the order of their index],
+     "groups": [{"places": [{"node_id": …, "address": …, "incarnation": 1, "drain": false}, … twelve in order],
                  "added_at": seconds since 1970, left out for the first group}, …]}
 
 *The map* is changed by an operator's command only. Each change raises `version` by one and is written only if the
@@ -38,7 +38,7 @@ from typing import Final
 import msgspec
 
 from efs.cluster import Durability
-from efs.clusterfile import ClusterConfig, require_members
+from efs.clusterfile import ClusterConfig, require_drainable, require_members
 from efs.endpoint import parse_endpoint
 from efs.errors import CorruptRecord, FormatUnsupported, InvalidArgument
 from efs.limits import ETCD_DOCUMENT_BYTES, GROUP_RETENTION_SECONDS, STRIPE_SHARDS
@@ -88,11 +88,12 @@ def parse_etcd_url(text: str) -> EtcdUrl:
 
 @dataclass(frozen=True, slots=True)
 class MapPlace:
-    """A place of a group: who is there, at which address, and the how many-th it is."""
+    """A place of a group: who is there, at which address, the how many-th it is, and whether it gets nothing new."""
 
     node_id: str
     address: str
     incarnation: int
+    drain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class ClusterMap:
 
     def __post_init__(self) -> None:
         require_members(self.cluster_id, [place.node_id for place in self.places], self.ownership.groups)
+        require_drainable(self.draining)
         for path in (self.root, self.token_file, self.operator_token_file):
             if path is not None and (not os.path.isabs(path) or "\0" in path):
                 raise InvalidArgument(f"the path {path!r} must be absolute")
@@ -124,11 +126,17 @@ class ClusterMap:
         if not all(1 <= number <= _MOST for number in numbers):
             raise InvalidArgument("a version, size or incarnation is below 1 or too large")
 
+    @property
+    def draining(self) -> frozenset[int]:
+        """Numbers of the nodes that get nothing new."""
+        return frozenset(number for number, place in enumerate(self.places) if place.drain)
+
     def config(self) -> ClusterConfig:
         """The map as what clients connect to."""
         return ClusterConfig(self.cluster_id, self.durability, tuple(place.node_id for place in self.places),
                              tuple(parse_endpoint(place.address) for place in self.places), self.upkeep_host,
-                             self.token_file, self.operator_token_file, self.version, self.ownership)
+                             self.token_file, self.operator_token_file, self.version, self.ownership,
+                             self.draining)
 
     def with_group(self, nodes: Sequence[tuple[str, str]], now: float) -> ClusterMap:
         """The next version, with one more group of twelve (id, address) nodes, added now."""
@@ -145,6 +153,10 @@ class ClusterMap:
     def with_address(self, node_index: int, address: str) -> ClusterMap:
         """The next version, with the same node at another address."""
         return self._with(node_index, replace(self._place(node_index), address=address))
+
+    def with_drain(self, node_index: int, drain: bool) -> ClusterMap:
+        """The next version, with a node drained or not any more."""
+        return self._with(node_index, replace(self._place(node_index), drain=drain))
 
     def _place(self, node_index: int) -> MapPlace:
         if not 0 <= node_index < len(self.places):

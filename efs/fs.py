@@ -106,7 +106,8 @@ class FileSystem:
         self.root = root
         self.counters = counters
         self.problems = dict(problems or {})
-        self.health = Health(nodes, clock)
+        self._draining: set[int] = set()
+        self.health = Health(nodes, clock, self._draining)
         self.mender = Mender(nodes, self.health, codec, counters, clock)
         self._reader = Reader(nodes, codec, counters, clock, self.mender.report)
         if notes is None and lock is not None:
@@ -116,7 +117,8 @@ class FileSystem:
         self._writer = Writer(nodes, self.health, codec, counters, clock, quotas=self.quotas)
         self._matcher = Matcher(nodes, self.health)
         self._traffic = Traffic()
-        self.upkeep = Upkeep(ungated, gates, codec, counters, clock, self._traffic, progress, self._purger, io, notes)
+        self.upkeep = Upkeep(ungated, gates, codec, counters, clock, self._traffic, progress, self._purger, io, notes,
+                             self._draining)
         self._background = Background()
         self._background.start("mend", self.mender.run)
         if gates and maintain:
@@ -341,6 +343,11 @@ class FileSystem:
             self._config = replace(self._config, node_ids=tuple(ids), node_paths=tuple(paths))
         self.health.note_replaced(node_index)
         self._purger.note_replaced(node_index)
+
+    def drain(self, draining: Collection[int]) -> None:
+        """From now on nothing new goes to these nodes; they answer reads."""
+        self._draining.clear()
+        self._draining.update(draining)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

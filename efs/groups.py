@@ -293,6 +293,11 @@ class GroupedFileSystem:
         group, index = divmod(number, STRIPE_SHARDS)
         self.groups[group].note_replaced(index, node_id, path)
 
+    def drain(self, draining: Collection[int]) -> None:
+        """`FileSystem.drain` of nodes by their numbers."""
+        for number, group in enumerate(self.groups):
+            group.drain([node % STRIPE_SHARDS for node in draining if node // STRIPE_SHARDS == number])
+
     def extend(self, groups: Sequence[FileSystem], ownership: Ownership) -> None:
         """Groups that were added to the cluster, and who owns what from now on."""
         self._require_open()

@@ -2,7 +2,8 @@
 
 - *offline*: its directory is absent, or it could not be opened.
 - *syncing*: it is there but has not got everything yet (`efs/joining.py`); as offline for readers and writers.
-- *read-only*: its disk refused to make data durable; it answers reads until it is checked and opened again.
+- *read-only*: its disk refused to make data durable; it answers reads until it is checked and opened again. Or an
+  operator is draining it: it answers reads and gets nothing new.
 - *suspect*: it hangs or it failed; left alone for a back-off that doubles with each failure in a row, then tried again.
 - *serving*: none of these.
 
@@ -13,7 +14,7 @@ to take nodes out of service for everybody else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 
 from efs.clock import Clock
@@ -34,9 +35,11 @@ class NodeState(StrEnum):
 
 
 class Health:
-    """States of the twelve nodes of a group; `nodes[i]` is None where node i could not be opened."""
+    """States of the twelve nodes of a group; `nodes[i]` is None where node i could not be opened. draining: nodes that
+    an operator drains, looked at anew each time."""
 
-    def __init__(self, nodes: Sequence[Node | None], clock: Clock) -> None:
+    def __init__(self, nodes: Sequence[Node | None], clock: Clock, draining: Collection[int] = ()) -> None:
+        self._draining = draining
         self._nodes = tuple(nodes)
         self._clock = clock
         self._failures = [0] * STRIPE_SHARDS
@@ -51,7 +54,7 @@ class Health:
             return NodeState.SYNCING
         if node.suspect or self._clock.monotonic() < self._retry_at[node_index]:
             return NodeState.SUSPECT
-        if self._read_only[node_index]:
+        if self._read_only[node_index] or node_index in self._draining:
             return NodeState.READ_ONLY
         return NodeState.SERVING
 

@@ -64,11 +64,11 @@ class Upkeep:
 
     def __init__(self, nodes: Sequence[Node | None], gates: Mapping[int, JoiningNode], codec: Codec,
                  counters: CounterFile, clock: Clock, traffic: Traffic, progress: Progress, purger: Purger,
-                 io: Io | None, root: str | None) -> None:
-        """Without io and root nothing is noted. Must run on the loop."""
+                 io: Io | None, root: str | None, draining: Collection[int] = ()) -> None:
+        """draining: as in `efs.health.Health`. Without io and root nothing is noted. Must run on the loop."""
         self._nodes = tuple(nodes)
         self._gates = dict(gates)
-        self._health = Health(nodes, clock)
+        self._health = Health(nodes, clock, draining)
         self._codec = codec
         self._counters = counters
         self._clock = clock

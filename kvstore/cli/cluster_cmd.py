@@ -26,7 +26,7 @@ from efs.health import NodeState
 from efs.limits import STRIPE_SHARDS
 from efs.osio import SystemIo
 from efs.types import NodeInfo
-from kvstore.cli import group_cmd, localset_cmd, place_cmd
+from kvstore.cli import drain_cmd, group_cmd, localset_cmd, place_cmd
 from kvstore.cli.addresses import SOCKETS, listening
 from kvstore.cli.failures import NOT_ALL, UsageMistake
 from kvstore.cli.options import (
@@ -79,6 +79,7 @@ def register(app: typer.Typer) -> None:
         group_cmd.add)
     cluster.command("replace-node", help=place_cmd.REPLACE, short_help="Put an empty node into a place of the map.")(
         place_cmd.replace_node)
+    cluster.command("drain", help=drain_cmd.HELP, short_help="Have a node get nothing new.")(drain_cmd.drain)
     cluster.command("move-node", help=place_cmd.MOVE, short_help="Give a node of the map another address.")(
         place_cmd.move_node)
     cluster.command("start", help=localset_cmd.START, short_help="Start servers on this machine.")(localset_cmd.start)

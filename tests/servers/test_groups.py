@@ -323,3 +323,39 @@ async def test_a_client_whose_map_stays_old_is_told_both_versions_and_reads_on(g
     assert await put(behind, second) == (0, BLOCKS, 0)
     await ahead.close()
     await behind.close()
+
+
+async def test_a_drained_node_gets_nothing_new_until_that_is_undone(in_etcd: tuple[EtcdProcess, TwoGroups]) -> None:
+    etcd, groups = in_etcd
+    store = EtcdStore(etcd.url)
+    await store.create(map_of(groups.cluster))
+    filesystem = await open_cluster(str(etcd.url))
+    await whole(filesystem)
+    assert await put(filesystem, blocks_of(40)) == (BLOCKS, 0, 0)
+
+    async def drain(*words: str) -> Outcome:
+        return await asyncio.to_thread(run_process, "--json", "cluster", "drain", *words)
+
+    for where in (str(etcd.url), groups.cluster.file):
+        done = (await drain(where, "7")).document()
+        assert done == {"node": 7, "drain": True, "version": 2}
+        assert (await drain(where, "7")).document()["version"] == 2
+        refused = await drain(where, "8")
+        assert (refused.code, "puts can go without 1" in refused.error_line) == (2, True)
+        assert (await drain(where, "12")).code == 2
+    reader = await open_cluster(groups.cluster.file, care="none")
+    await whole(reader)
+    assert await came_true(lambda: filesystem.groups[0].health.state(7) == "read-only", 30)
+    more = blocks_of(41)
+    for client in (filesystem, reader):
+        assert client.groups[0].health.writable() == [*range(7), *range(8, 12)]
+    report = await filesystem.put(more.items, SHAPE, more.data, deadline_ms=DEADLINE_MS)
+    assert (report.acked, report.at_risk) == (BLOCKS, BLOCKS)
+    assert [node.records for node in await filesystem.nodes()] == [2 * BLOCKS] * 7 + [BLOCKS] + [2 * BLOCKS] * 4
+    await all_hit(reader, more)
+    for where in (str(etcd.url), groups.cluster.file):
+        assert (await drain(where, "7", "--undo")).document()["version"] == 3
+    assert await came_true(lambda: len(filesystem.groups[0].health.writable()) == 12, 30)
+    assert await put(filesystem, blocks_of(42)) == (BLOCKS, 0, 0)
+    for opened in (filesystem, reader, store):
+        await opened.close()

@@ -399,3 +399,28 @@ async def test_a_course_of_puts_drops_losses_and_added_groups_against_a_dictiona
     assert len(one.twins) > 2
     assert lost
     assert one.counters.get("previous_owner_blocks") > 10
+
+
+# -- Draining ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drained_node_answers_reads_and_gets_nothing_new(two: GroupBench) -> None:
+    before, after = make_blocks(60, seed=40, run=2), make_blocks(60, seed=41, run=2)
+    assert (await put(two, before)).at_risk == 0
+    held = [len(twin.records) for twins in two.twins for twin in twins]
+    two.filesystem.drain([3, 12 + 7])
+    assert [info.state for info in await two.filesystem.nodes()].count("read-only") == 2
+    report = await put(two, after)
+    assert (report.acked, report.at_risk) == (60, 60)
+    assert await two.filesystem.upkeep.repair() is not None
+    for number, twin in enumerate(twin for twins in two.twins for twin in twins):
+        assert (len(twin.records) == held[number]) == (number in (3, 19))
+    two.lose(0, [0, 1])
+    assert (await fetch(two, before))[0].blocks == 60, "the drained node is one of the ten of group 0"
+    for index in (0, 1):
+        two.twins[0][index].down = None
+    await healthy(two)
+    two.filesystem.drain([])
+    repaired = await two.filesystem.upkeep.repair()
+    assert (repaired.rebuilt, repaired.failed) == (60, 0)
+    assert (await put(two, make_blocks(60, seed=42, run=2))).at_risk == 0
