@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from efs.groups import GroupedFileSystem
 from efs.osio import SystemIo
 from efs.ownership import owner_table
 from efs.placement import placement_group
+from efs.tombstones import read_tombstones
 from kvstore.store import KVStore
 from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, SHAPE, all_hit, fetch
 from tests.support.blocks import Blocks, make_blocks
@@ -359,3 +361,42 @@ async def test_a_drained_node_gets_nothing_new_until_that_is_undone(in_etcd: tup
     assert await put(filesystem, blocks_of(42)) == (BLOCKS, 0, 0)
     for opened in (filesystem, reader, store):
         await opened.close()
+
+
+# -- Who looks after it -----------------------------------------------------------------------------------------------
+
+
+async def test_a_group_that_was_added_after_a_purge_refuses_what_was_purged(groups: TwoGroups) -> None:
+    groups.cluster.write_file(upkeep_host=socket.gethostname())
+    blocks = make_blocks(BLOCKS, seed=50, shape=SHAPE, run=RUN, tenant_tag=b"acme1234")
+    keeper = await open_cluster(groups.cluster.file, care="by hand")
+    await whole(keeper)
+    assert await put(keeper, blocks) == (BLOCKS, 0, 0)
+    assert (await keeper.purge([b"acme1234"])).dropped == 12 * BLOCKS
+    await keeper.close()
+    await added(groups)
+    keeper = await open_cluster(groups.cluster.file, care="by hand")
+    await whole(keeper)
+    assert read_tombstones(SystemIo(), str(groups.cluster.root / "group-01")) == {b"acme1234": frozenset()}
+    late = await open_cluster(groups.cluster.file)
+    await whole(late)
+    assert await put(late, blocks) == (0, 0, BLOCKS)
+    assert await put(late, blocks_of(51)) == (BLOCKS, 0, 0)
+    groups.processes[1].kill()
+    assert await came_true(lambda: len(late.groups[1].health.readable()) == 11, 20)
+    risky = blocks_of(52)
+    assert await put(late, risky) == (BLOCKS, 0, 0)
+    groups.processes[1].start()
+    await whole(keeper)
+    repaired = await keeper.upkeep.repair()
+    assert (repaired.rebuilt, repaired.failed, repaired.missing) == (len(of_new(risky)), 0, ())
+    assert len((await keeper.sweep()).missing) == 0
+    scrubbed = await keeper.upkeep.scrub()
+    assert (scrubbed.records, scrubbed.unsound) == (2 * 12 * BLOCKS, 0)
+    await late.close()
+    await keeper.close()
+    assert (groups.cluster.root / "group-01" / "upkeep").exists(), "how far the scrub came"
+    done = await asyncio.to_thread(run_process, "--json", "gc", "--store", groups.cluster.file)
+    assert (done.code, len(done.document()["nodes"])) == (0, 24)
+    repair = await asyncio.to_thread(run_process, "--json", "repair", "--store", groups.cluster.file)
+    assert (repair.code, repair.document()["found"]) == (0, 0)
