@@ -275,7 +275,8 @@ class Registration:
                 places = found.places
                 named = {(place.node_id, number % STRIPE_SHARDS) for number, place in enumerate(places)}
                 for served in self._served:
-                    served.map_seen.heard(found.version)
+                    if served.cluster_id == found.cluster_id:
+                        served.map_seen.told(found.version)
                     await self._tell(served, (served.node_id, served.node.node_index) in named, told, lease)
                 await asyncio.sleep(ETCD_BEAT_MS / 1000)
                 if not await self._store.renew(lease):

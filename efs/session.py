@@ -91,19 +91,22 @@ _REQUESTS: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.READ, Kind.PUT, K
 
 @dataclass(slots=True)
 class MapSeen:
-    """The latest version of the cluster's map of which a node has heard, from etcd or by what clients write. It is
-    forgotten when the server ends, and heard again with the first write."""
+    """The version of the cluster's map by which a node goes: the one in etcd where its server is registered there, else
+    the latest one by which a client has written. It is forgotten when the server ends, and soon heard again."""
 
     version: int = 0
+    _told: bool = False
 
-    def heard(self, version: int) -> None:
-        self.version = max(self.version, version)
+    def told(self, version: int) -> None:
+        """What etcd says counts, also when it is less: somebody has put an older map back."""
+        self.version, self._told = version, True
 
     def require(self, version: int, node_index: int) -> None:
         """OutdatedMap for a write by an older one. 0 is of a client that goes by no map."""
         if 0 < version < self.version:
             raise OutdatedMap(node_index, f"it is by version {version} of the map, the node knows of {self.version}")
-        self.heard(version)
+        if not self._told:
+            self.version = max(self.version, version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,22 @@ async def etcd(shared_etcd: EtcdProcess, shared_cluster: ServedCluster) -> Async
     await store._call(lambda client: client.delete(shared_etcd.url.map_key))
     await store.create(map_of(shared_cluster, upkeep_host=socket.gethostname()))
     await store.close()
+    await writes_are_taken(shared_etcd)
     yield shared_etcd
     if shared_etcd.running:
         shared_etcd.signal(signal.SIGCONT)
+
+
+async def writes_are_taken(etcd: EtcdProcess) -> None:
+    """Until the servers have seen that the map is an earlier one than that of the test before."""
+    client = await open_cluster(str(etcd.url), care="none")
+    await back_to_health(client)
+    until, failed = time.monotonic() + 60, 1
+    while failed:
+        assert time.monotonic() < until
+        block = make_blocks(1, seed=time.monotonic_ns(), shape=SHAPE)
+        failed = (await client.put(block.items, SHAPE, block.data, deadline_ms=DEADLINE_MS)).failed
+    await client.close()
 
 
 @pytest.fixture

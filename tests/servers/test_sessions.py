@@ -14,7 +14,7 @@ import pytest
 
 from efs.clock import Deadline
 from efs.contract import Landing, PutBatch, Span, Stride
-from efs.errors import HandshakeFailed, IdentityMismatch, InvalidArgument, NodeReadOnly, NodeUnavailable
+from efs.errors import HandshakeFailed, IdentityMismatch, InvalidArgument, NodeReadOnly, NodeUnavailable, OutdatedMap
 from efs.handshake import Role, encode_message
 from efs.limits import (
     WIRE_BODY_BYTES,
@@ -24,7 +24,8 @@ from efs.limits import (
     WIRE_IN_FLIGHT,
     WIRE_METADATA_BYTES,
 )
-from efs.messages import encode_keys, encode_position, encode_put
+from efs.messages import decode_error, encode_error, encode_keys, encode_position, encode_put
+from efs.session import MapSeen
 from efs.types import DropItem
 from efs.wire import MAX_FRAME_BYTES, Kind, encode_frame
 from tests.support.clock import FakeClock
@@ -429,3 +430,18 @@ async def test_nothing_lands_once_a_read_was_given_up_or_revoked() -> None:
         assert cut > 100
         assert not node.suspect
         await node.close()
+
+
+def test_a_node_goes_by_the_latest_map_that_a_write_named_or_by_that_in_etcd() -> None:
+    seen = MapSeen()
+    for version in (0, 3, 0, 4, 4):
+        seen.require(version, 5)
+    with pytest.raises(OutdatedMap, match="node 5 refuses a write: it is by version 3 of the map, the node knows of 4"):
+        seen.require(3, 5)
+    seen.told(2)
+    for version in (2, 9, 3, 0):
+        seen.require(version, 5)
+    with pytest.raises(OutdatedMap, match="knows of 2"):
+        seen.require(1, 5)
+    wired = decode_error(encode_error(OutdatedMap(5, "why")), 5)
+    assert (type(wired), str(wired), wired.retryable) == (OutdatedMap, "node 5 refuses a write: why", True)
