@@ -42,7 +42,8 @@ help:
 	@echo 'make lint    ruff'
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   fetches and puts, as multiples of memcpy'
-	@echo 'make chaos   a store hurt in every way at once; SEED=$(SEED) SECONDS=$(SECONDS), an hour is SECONDS=3600'
+	@echo 'make chaos   a store hurt in every way at once; SEED=$(SEED) SECONDS=$(SECONDS), an hour is SECONDS=3600;'
+	@echo '             SERVERS=1: its nodes are twelve servers'
 	@echo 'make clean   remove the environment and what was built'
 
 set-up: $(SET_UP)
@@ -106,8 +107,8 @@ types: $(SET_UP)
 bench: $(SET_UP)
 	$(BIN)/kvstore bench
 
-chaos: $(SET_UP)
-	$(BIN)/python tools/chaos.py --seed '$(SEED)' --seconds '$(SECONDS)'
+chaos: $(SET_UP) $(if $(SERVERS),etcd)
+	$(BIN)/python tools/chaos.py --seed '$(SEED)' --seconds '$(SECONDS)' $(if $(SERVERS),--servers)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
