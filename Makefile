@@ -34,7 +34,7 @@ ENGINE_BUDGET_S ?= 2400
 
 help:
 	@echo 'make demo    a language model resumes a conversation from a store that lost two of twelve directories'
-	@echo 'make cluster-demo    twelve servers and two engines; servers are stopped, killed, replaced'
+	@echo 'make cluster-demo    twelve servers, two engines and an etcd; servers are stopped, killed, replaced'
 	@echo 'make test    all tests; TESTS=tests/servers for some'
 	@echo 'make etcd    fetch an etcd for the tests, where none is installed'
 	@echo 'make test-engines  vLLM with the store behind it, in an environment of its own (3.5 GB)'
@@ -71,7 +71,7 @@ etcd: $(SET_UP)
 			|| echo 'etcd could not be fetched: its tests are skipped'; \
 	fi
 
-cluster-demo: $(SET_UP)
+cluster-demo: $(SET_UP) etcd
 	$(BIN)/python -m tools.cluster_demo
 
 test: $(SET_UP) etcd

@@ -27,6 +27,7 @@ class Echo:
         self.got = bytearray()
         self.asked = bytearray()
         self.ended = asyncio.Event()
+        self._target: asyncio.StreamWriter | None = None
 
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(self._serve, self._own.path)
@@ -38,6 +39,8 @@ class Echo:
     async def connect(self) -> None:
         self.got.clear()
         self.ended.clear()
+        if self._target is not None:
+            self._target.transport.abort()
         if self._tcp:
             assert self.proxy._listener is not None
             port = self.proxy._listener.sockets[0].getsockname()[1]
@@ -50,9 +53,11 @@ class Echo:
         await self.proxy.stop()
         self._server.close()
         self._reading.cancel()
+        assert self._target is not None
         self._target.transport.abort()
 
     def ask(self) -> None:
+        assert self._target is not None
         self._target.write(QUESTION)
 
     async def _read(self, source: asyncio.StreamReader) -> None:
