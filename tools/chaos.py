@@ -22,17 +22,19 @@ import argparse
 import asyncio
 import json
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.chaosrig.conduct import Conduct, random_seed
 from tools.chaosrig.plan import EVERY_KIND_SECONDS, plan
-from tools.chaosrig.report import Request
+from tools.chaosrig.report import Outcome, Request
 from tools.chaosrig.serverconduct import ServerConduct
 from tools.chaosrig.serverplan import EVERY_SERVER_KIND_SECONDS, server_plan
 from tools.etcdprocess import find_etcd
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     options = _options(arguments)
     seed = random_seed() if options.seed is None else options.seed
-    etcd = find_etcd() if options.servers else None
+    etcd = find_etcd() if options.servers and not options.without_etcd else None
     episodes = server_plan(seed, options.seconds, etcd is not None) if options.servers else plan(seed, options.seconds)
     notes = sys.stderr if options.json else sys.stdout
 
@@ -54,15 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     say(f"seed {seed}, {options.seconds:g} s")
     if options.servers and etcd is None:
-        say("there is no etcd (`make etcd`): the map is in a cluster.toml, no node is replaced, and etcd has no outage")
+        say("no etcd: the map is in a cluster.toml, no node is replaced, and etcd has no outage"
+            + ("" if options.without_etcd else " (`make etcd` fetches one)"))
     if options.plan:
         for episode in episodes:
             say(episode.line())
         return 0
     directory = tempfile.mkdtemp(prefix="kvstore-chaos-", dir=options.directory)
     try:
-        outcome = asyncio.run(_conduct(options, seed, directory, etcd, say).run(episodes))
-    except KeyboardInterrupt:
+        outcome = asyncio.run(_until_told(_conduct(options, seed, directory, etcd, say).run(episodes)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
         say(f"interrupted; the store, the journal and the log are in {directory}")
         return INTERRUPTED
     if options.json:
@@ -76,13 +79,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if outcome.violations else 0
 
 
+async def _until_told(run: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """Its result; SIGTERM ends it as SIGINT does, and its processes with it."""
+    task = asyncio.ensure_future(run)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
+
+
 def _conduct(options: argparse.Namespace, seed: int, directory: str, etcd: str | None,
              say: Callable[[str], None]) -> Conduct | ServerConduct:
     again = f"make chaos SEED={seed} SECONDS={options.seconds:g}"
     if not options.servers:
         return Conduct(directory, Request(seed, options.seconds, options.seconds >= EVERY_KIND_SECONDS, again), say)
     whole = options.seconds >= EVERY_SERVER_KIND_SECONDS
-    return ServerConduct(directory, Request(seed, options.seconds, whole, f"{again} SERVERS=1"), etcd, say)
+    if options.without_etcd:
+        again = f"python tools/chaos.py --seed {seed} --seconds {options.seconds:g} --servers --without-etcd"
+    else:
+        again += " SERVERS=1"
+    return ServerConduct(directory, Request(seed, options.seconds, whole, again), etcd, say)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -91,6 +105,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the schedule and the work; a random one when it is not given")
     parser.add_argument("--seconds", type=_seconds, default=600.0, help="no episode begins later than this (600)")
     parser.add_argument("--servers", action="store_true", help="nodes at servers, several clients")
+    parser.add_argument("--without-etcd", action="store_true", help="a cluster.toml, even if there is an etcd")
     parser.add_argument("--json", action="store_true", help="print one JSON document, notes to standard error")
     parser.add_argument("--plan", action="store_true", help="print the schedule and do nothing")
     parser.add_argument("--keep", action="store_true", help="keep the store's directory, as after a violation")

@@ -72,7 +72,7 @@ class EtcdProcess:
                 except StoreNotFound:
                     return
                 except EtcdUnavailable as error:
-                    if time.monotonic() > until:
+                    if time.monotonic() > until or not self.running:
                         raise EtcdNotStarted((self._directory / "log").read_text()) from error
                 await asyncio.sleep(0.05)
         finally:

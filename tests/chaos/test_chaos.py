@@ -4,6 +4,7 @@ beginning of a run against servers, and nothing broken."""
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.leftovers import processes_naming
+from tests.support.waiting import eventually
 from tools.chaosrig.plan import EVERY_KIND_SECONDS, KINDS
 from tools.chaosrig.serverplan import kinds_of, server_plan
 from tools.etcdprocess import find_etcd
@@ -68,6 +71,20 @@ def test_servers_and_clients_that_are_hurt_together_break_nothing(tmp_path: Path
     for name in ("hit_blocks", "guarded_hits", "claims_tested", "rebuilt_blocks", "fsck_runs"):
         assert totals[name] > 0, name
     assert list(tmp_path.iterdir()) == [], "a good run leaves nothing behind"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    words = [sys.executable, "tools/chaos.py", "--servers", "--seed", str(SERVERS_SEED), "--directory", str(tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        assert run.stdout is not None
+        assert any(line.startswith("episode 0") for line in run.stdout)
+        assert len(processes_naming(tmp_path)) > 12
+        run.send_signal(number)
+        rest = run.stdout.read()
+    assert run.returncode == 130, rest
+    assert "interrupted" in rest
+    assert eventually(lambda: not processes_naming(tmp_path))
 
 
 @pytest.mark.parametrize("more", [(), ("--servers",)])

@@ -13,6 +13,7 @@ from typing import Final
 import pytest
 
 from tests.support.cli import ROOT, environment
+from tests.support.leftovers import processes_naming
 from tests.support.servers import short_directory
 from tests.support.waiting import eventually
 from tools.cluster_demo import Cluster, Demo, DemoFailed, Interrupted, LineProcess, Processes, stop_one
@@ -48,26 +49,13 @@ def test_a_demonstration_that_is_ended_leaves_no_process_and_no_file(number: sig
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as demo:
             assert demo.stdout is not None
             assert any(line.startswith("filled") for line in demo.stdout)
-            assert len(naming(base)) > 3
+            assert len(processes_naming(base)) > 3
             demo.send_signal(number)
             rest = demo.stdout.read()
         assert demo.returncode == 128 + number, rest
         assert f"ended by {number.name}" in rest
-        assert eventually(lambda: not naming(base))
+        assert eventually(lambda: not processes_naming(base))
         assert list(base.iterdir()) == []
-
-
-def naming(base: Path) -> list[int]:
-    """The processes in whose command line a directory is named."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue  # It has ended.
-        if bytes(base) in words:
-            found.append(int(pid))
-    return found
 
 
 @pytest.fixture
