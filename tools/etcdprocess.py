@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +24,7 @@ from efs.etcd import EtcdStore
 START_DEADLINE_S: Final = 60.0
 UNPACKED: Final = Path(__file__).resolve().parents[1] / ".venv" / "etcd" / "usr" / "bin" / "etcd"
 NAME: Final = "c"
+LOWEST_PORT: Final = 10_000
 
 
 class EtcdNotStarted(Exception):
@@ -36,10 +39,16 @@ def find_etcd() -> str | None:
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of loopback at which nobody listens now. It is none of those that the system gives to connections: one
+    of them could take it while whoever listens there is started again."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+        given_from = int(file.read().split()[0])
+    source = random.SystemRandom()
+    while True:
+        port = source.randrange(LOWEST_PORT, max(given_from, LOWEST_PORT + 1_000))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class EtcdProcess:

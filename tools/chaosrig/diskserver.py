@@ -1,6 +1,6 @@
 """`kvstore node serve` as it is, over a disk that a chaos run can hurt: the words of the command follow the module.
 
-Commands come as lines of JSON on standard input, {"arm": kind} or {} for none any more; each is answered with
+Commands come as lines of JSON on standard input, {"do": "arm", "kind": …}, "disarm" or "look"; each is answered with
 {"struck": {kind: count}}. The process ends with whoever started it, stopped or not.
 """
 
@@ -32,11 +32,11 @@ def serve(words: list[str]) -> None:
 
 def _obey(io: ChaosIo, directory: str) -> None:
     for line in sys.stdin:
-        armed = json.loads(line).get("arm")
-        if armed is None:
+        command = json.loads(line)
+        if command["do"] == "arm":
+            io.arm(command["kind"], directory)
+        elif command["do"] == "disarm":
             io.disarm()
-        else:
-            io.arm(armed, directory)
         sys.stdout.write(json.dumps({"struck": dict(io.struck)}) + "\n")
         sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -268,7 +268,10 @@ class ServerConduct:
         patience = Patience(STRIKE_S, STRIKE_LOOKS)
         while not patience.ended:
             raised = damage.raised(before, await self._counters())
-            if all(evidence(kind, raised, SERVER_EVIDENCE) for kind in episode.kinds if kind in SERVER_EVIDENCE):
+            shown = all(evidence(kind, raised, SERVER_EVIDENCE) for kind in episode.kinds if kind in SERVER_EVIDENCE)
+            met = [(await self._servers.nodes[fault.node].struck())[fault.kind] for fault in episode.damages
+                   if fault.kind in DISK_KINDS]
+            if shown and all(met):
                 break
             await patience.pause()
         for fault in episode.damages:

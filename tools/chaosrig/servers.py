@@ -35,7 +35,6 @@ class NodeServer:
         self._words = ["--json", "node", "serve", directory, "--listen", str(address), *more]
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
-        self._struck: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Start it and wait until it serves. ProcessLost when it does not come up."""
@@ -52,11 +51,15 @@ class NodeServer:
 
     async def arm(self, kind: str) -> None:
         """From now on, until `disarm` or the end of the process."""
-        await self._tell({"arm": kind})
+        await self._tell({"do": "arm", "kind": kind})
 
     async def disarm(self) -> Counter[str]:
-        """How often faults struck since the process was started."""
-        return await self._tell({})
+        """End all faults; how often they struck since the process was started."""
+        return await self._tell({"do": "disarm"})
+
+    async def struck(self) -> Counter[str]:
+        """The same while they go on."""
+        return await self._tell({"do": "look"})
 
     async def _tell(self, command: Mapping[str, str]) -> Counter[str]:
         process = self._process
