@@ -100,18 +100,16 @@ def _prepare(io: Io, root: str, index: int, path: str | None, source: random.Ran
     return Prepared(index, place, node_id, making is not None)
 
 
-def note_in_root(io: Io, root: str, place: NodePlace, path: str, node_id: str) -> bool:
+def note_in_root(io: Io, root: str, place: NodePlace, path: str, node_id: str) -> None:
     """Have the store.toml of a cluster's root name the node that was put into a place, as the cluster's map does, so
-    that with the servers stopped the root is a store like any other. False when there is no such root on this
-    machine. OpenFailed names what could not be written."""
+    that with the servers stopped the root is a store like any other. Nothing is done where the root is not on this
+    machine, or the place not in its group. OpenFailed names what could not be written."""
     try:
         config = read_store_config(io, root)
     except StoreNotFound:
-        return False
-    if config.cluster_id != place.cluster_id or place.group != 0:
-        return False
-    write_store_config(io, root, _with_node(config, place.node_index, path, node_id))
-    return True
+        return
+    if (config.cluster_id, 0) == (place.cluster_id, place.group):
+        write_store_config(io, root, _with_node(config, place.node_index, path, node_id))
 
 
 def _check_path(config: StoreConfig, index: int, place: str) -> None:

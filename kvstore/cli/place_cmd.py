@@ -103,7 +103,7 @@ def replace_node(
 
     found, written = with_etcd(url, work)
     place = found.places[node]
-    note_in_root(SystemIo(), found.root, NodePlace(found.cluster_id, 0, node), path, place.node_id)
+    note_in_root(SystemIo(), found.root, NodePlace(found.cluster_id, *divmod(node, STRIPE_SHARDS)), path, place.node_id)
     terminal.result(
         {"node": node, "node_id": place.node_id, "address": place.address, "incarnation": place.incarnation,
          "version": found.version, "directory": path, "changed": written},
