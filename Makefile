@@ -34,7 +34,7 @@ ENGINE_BUDGET_S ?= 2400
 
 help:
 	@echo 'make demo    a language model resumes a conversation from a store that lost two of twelve directories'
-	@echo 'make cluster-demo    twelve servers and two engines; servers are stopped, killed, replaced'
+	@echo 'make cluster-demo    twelve servers, two engines and an etcd; servers are stopped, killed, replaced'
 	@echo 'make test    all tests; TESTS=tests/servers for some'
 	@echo 'make etcd    fetch an etcd for the tests, where none is installed'
 	@echo 'make test-engines  vLLM with the store behind it, in an environment of its own (3.5 GB)'
@@ -42,7 +42,8 @@ help:
 	@echo 'make lint    ruff'
 	@echo 'make types   mypy --strict'
 	@echo 'make bench   fetches and puts, as multiples of memcpy'
-	@echo 'make chaos   a store hurt in every way at once; SEED=$(SEED) SECONDS=$(SECONDS), an hour is SECONDS=3600'
+	@echo 'make chaos   a store hurt in every way at once; SEED=$(SEED) SECONDS=$(SECONDS), an hour is SECONDS=3600;'
+	@echo '             SERVERS=1: its nodes are twelve servers'
 	@echo 'make clean   remove the environment and what was built'
 
 set-up: $(SET_UP)
@@ -70,7 +71,7 @@ etcd: $(SET_UP)
 			|| echo 'etcd could not be fetched: its tests are skipped'; \
 	fi
 
-cluster-demo: $(SET_UP)
+cluster-demo: $(SET_UP) etcd
 	$(BIN)/python -m tools.cluster_demo
 
 test: $(SET_UP) etcd
@@ -106,8 +107,8 @@ types: $(SET_UP)
 bench: $(SET_UP)
 	$(BIN)/kvstore bench
 
-chaos: $(SET_UP)
-	$(BIN)/python tools/chaos.py --seed '$(SEED)' --seconds '$(SECONDS)'
+chaos: $(SET_UP) $(if $(SERVERS),etcd)
+	$(BIN)/python tools/chaos.py --seed '$(SEED)' --seconds '$(SECONDS)' $(if $(SERVERS),--servers)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from efs.cluster import StoreConfig, absent_because, read_store_config, write_store_config
-from efs.errors import IdentityMismatch, InvalidArgument, OpenFailed, StoreExists
+from efs.errors import IdentityMismatch, InvalidArgument, OpenFailed, StoreExists, StoreNotFound
 from efs.limits import DATA_SHARDS, STRIPE_SHARDS
 from efs.nodedir import (
     BOOT_FILE,
@@ -98,6 +98,18 @@ def _prepare(io: Io, root: str, index: int, path: str | None, source: random.Ran
     _make(io, place, config.place(index), node_id, plan)
     _note_made(io, root, progress, index)
     return Prepared(index, place, node_id, making is not None)
+
+
+def note_in_root(io: Io, root: str, place: NodePlace, path: str, node_id: str) -> None:
+    """Have the store.toml of a cluster's root name the node that was put into a place, as the cluster's map does, so
+    that with the servers stopped the root is a store like any other. Nothing is done where the root is not on this
+    machine, or the place not in its group. OpenFailed names what could not be written."""
+    try:
+        config = read_store_config(io, root)
+    except StoreNotFound:
+        return
+    if (config.cluster_id, 0) == (place.cluster_id, place.group):
+        write_store_config(io, root, _with_node(config, place.node_index, path, node_id))
 
 
 def _check_path(config: StoreConfig, index: int, place: str) -> None:

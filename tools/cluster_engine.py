@@ -1,6 +1,6 @@
 """An engine of the cluster demonstration: stores and reads blocks whose every byte is known beforehand.
 
-    python -m tools.cluster_engine CLUSTER_FILE
+    python -m tools.cluster_engine URL
 
 Takes a command a line and answers each with lines of JSON. A conversation is a name: tokens and bytes of all of its
 blocks follow from it, so that any engine can check what another one has stored.
@@ -8,6 +8,8 @@ blocks follow from it, so that any engine can check what another one has stored.
     put NAME FIRST COUNT     store blocks: one line with acked, already, failed
     get NAME COUNT ROUNDS    fetch blocks from the first on and compare all bytes: a line for each round with blocks
                              (leading ones that are right), wrong, rebuilt, hedged
+
+    nodes                    one line: how many nodes serve
 
 A wrong byte is counted, never passed over; the conductor ends the demonstration for it.
 """
@@ -66,15 +68,21 @@ def say(answer: dict[str, int]) -> None:
     print(json.dumps(answer), flush=True)
 
 
-def main(file: str) -> None:
-    with KVStore.blocking(file) as store:
-        say({"nodes": sum(node.state == "serving" for node in store.nodes())})
+def count_nodes(store: BlockingKVStore) -> None:
+    say({"nodes": sum(node.state == "serving" for node in store.nodes())})
+
+
+def main(url: str) -> None:
+    with KVStore.blocking(url) as store:
+        count_nodes(store)
         for line in sys.stdin:
-            what, name, *numbers = line.split()
-            if what == "put":
-                put(store, name, *map(int, numbers))
+            what, *words = line.split()
+            if what == "nodes":
+                count_nodes(store)
+            elif what == "put":
+                put(store, words[0], *map(int, words[1:]))
             else:
-                get(store, name, *map(int, numbers))
+                get(store, words[0], *map(int, words[1:]))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from efs.etcd import EtcdStore, HeldMap
 from efs.limits import STRIPE_SHARDS
 from efs.nodedir import NodePlace, create_directory, machine_boot_id, plan_node, read_boot, read_config
 from efs.osio import Io, SystemIo
+from efs.replace import note_in_root
 from kvstore.cli.failures import UsageMistake
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
 
@@ -34,7 +35,8 @@ REPLACE = """Put a new, empty node into the place N of a cluster in etcd.
 The node is made in --directory, which must be absent or empty, on this machine; serve it at --address then, and run
 `kvstore repair` to fill it. It has an identity of its own: clients refuse the old server from the moment they see the
 new map, wherever it turns up. Refused while the old server holds its lease: stop it first. Needs --yes. Killed on the
-way, the same command goes on.
+way, the same command goes on. Where the cluster's root is on this machine, its store.toml names the new node too: with
+the servers stopped `kvstore fsck` works on it as before.
 
 \b
 Example:
@@ -101,6 +103,7 @@ def replace_node(
 
     found, written = with_etcd(url, work)
     place = found.places[node]
+    note_in_root(SystemIo(), found.root, NodePlace(found.cluster_id, *divmod(node, STRIPE_SHARDS)), path, place.node_id)
     terminal.result(
         {"node": node, "node_id": place.node_id, "address": place.address, "incarnation": place.incarnation,
          "version": found.version, "directory": path, "changed": written},

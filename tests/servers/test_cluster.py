@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from efs.clusterfs import open_cluster
-from efs.endpoint import Endpoint
+from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import CorruptRecord, IdentityMismatch, InvalidArgument, Locked, StoreNotFound
 from efs.groups import GroupedFileSystem
 from efs.limits import CLOSE_MS
@@ -26,7 +26,7 @@ from tests.support.blocks import Blocks, make_blocks
 from tests.support.cli import run_process
 from tests.support.servers import ServedCluster, short_directory
 from tests.support.waiting import LATE_S, came_true
-from tests.support.wireproxy import WireProxy
+from tools.chaosrig.wireproxy import WireProxy
 
 SHAPE = BlockShape(40_960, (8_192, 8_192, 8_192, 16_384))
 BLOCKS = 128
@@ -206,17 +206,17 @@ async def test_two_stopped_and_one_killed_is_a_miss_by_the_deadline(
 async def test_a_dripping_server_costs_no_hit(cluster: ServedCluster, filesystem: GroupedFileSystem) -> None:
     blocks = await stored(filesystem, 8)
     with short_directory() as base:
-        async with WireProxy(base / "p", Endpoint(path=cluster.addresses[1].removeprefix("unix:"))) as proxy:
+        async with WireProxy(Endpoint(path=f"{base}/p"), parse_endpoint(cluster.addresses[1])) as proxy:
             cluster.write_file({9: str(proxy.endpoint)})
             through = await open_cluster(cluster.file)
             await all_hit(through, blocks)
-            proxy.bytes_per_tick = 400
+            proxy.hurt("drip")
             for _ in range(3):
                 await all_hit(through, blocks)
-            assert proxy.dripped > 0
+            assert proxy.struck["drip"] > 0
             assert through.counters.get("rebuilt_blocks") > 0
             assert through.counters.get("remote_late") > 0
-            proxy.bytes_per_tick = None
+            proxy.heal()
             await back_to_health(through)
             await all_hit(through, blocks)
             await through.close()
@@ -227,14 +227,14 @@ async def test_a_network_that_takes_everything_and_gives_nothing_back_costs_no_h
 ) -> None:
     blocks = await stored(filesystem, 9)
     with short_directory() as base:
-        async with WireProxy(base / "p", Endpoint(path=cluster.addresses[2].removeprefix("unix:"))) as proxy:
+        async with WireProxy(Endpoint(path=f"{base}/p"), parse_endpoint(cluster.addresses[2])) as proxy:
             cluster.write_file({10: str(proxy.endpoint)})
             through = await open_cluster(cluster.file)
             await all_hit(through, blocks)
-            proxy.deaf = True
+            proxy.hurt("deaf")
             await all_hit(through, blocks)
             assert await came_true(lambda: through.groups[0].health.state(10) == "suspect", 10)
-            proxy.deaf = False
+            proxy.heal()
             await back_to_health(through)
             await all_hit(through, blocks)
             await through.close()
@@ -249,7 +249,7 @@ async def test_connections_cut_again_and_again_cost_hits_at_most(
 ) -> None:
     blocks = await stored(filesystem, 10)
     with short_directory() as base:
-        async with WireProxy(base / "p", Endpoint(path=cluster.addresses[0].removeprefix("unix:"))) as proxy:
+        async with WireProxy(Endpoint(path=f"{base}/p"), parse_endpoint(cluster.addresses[0])) as proxy:
             cluster.write_file({index: str(proxy.endpoint) for index in range(9)})
             through = await open_cluster(cluster.file)
             await all_hit(through, blocks)

@@ -13,19 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from efs.cluster import read_store_config
 from efs.clusterfs import open_cluster
 from efs.clustermap import ClusterMap, EtcdUrl
 from efs.errors import CorruptRecord, EtcdUnavailable, InvalidArgument, StoreNotFound
 from efs.etcd import EtcdStore, HeldMap
 from efs.groups import GroupedFileSystem
 from efs.limits import CLOSE_MS, ETCD_CALL_MS, ETCD_LEASE_SECONDS
+from efs.osio import SystemIo
 from kvstore.store import BlockingKVStore, KVStore
 from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, SHAPE, all_hit, back_to, back_to_health, stored
 from tests.support.blocks import make_blocks
 from tests.support.cli import run_process
-from tests.support.etcdprocess import EtcdProcess, etcd_process, map_of
+from tests.support.etcdprocess import etcd_process, map_of
 from tests.support.servers import ServedCluster, ServerProcess, served_cluster
 from tests.support.waiting import LATE_S, came_true
+from tools.etcdprocess import EtcdProcess
 
 GROUPS = [range(10), [10], [11]]
 OUTAGE_S = 1.3 * ETCD_LEASE_SECONDS
@@ -312,6 +315,8 @@ async def test_a_replaced_node_is_filled_again_and_its_old_server_is_refused(
     done = (await asyncio.to_thread(run_process, *words, "--yes")).document()
     assert (done["incarnation"], done["version"], done["changed"]) == (2, 2, True)
     assert done["node_id"] != cluster.config.node_ids[11]
+    noted = read_store_config(SystemIo(), str(cluster.root))
+    assert (noted.node_ids[11], noted.node_paths[11]) == (done["node_id"], str(tmp_path / "new"))
     again = (await asyncio.to_thread(run_process, *words, "--yes")).document()
     assert (again["node_id"], again["version"], again["changed"]) == (done["node_id"], 2, False)
     assert await came_true(lambda: changes() == 1)

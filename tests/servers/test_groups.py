@@ -28,9 +28,10 @@ from kvstore.store import KVStore
 from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, SHAPE, all_hit, fetch
 from tests.support.blocks import Blocks, make_blocks
 from tests.support.cli import Outcome, run_process
-from tests.support.etcdprocess import EtcdProcess, etcd_process, map_of
+from tests.support.etcdprocess import etcd_process, map_of
 from tests.support.servers import EXTENT_BYTES, NODE_CAPACITY_BYTES, ServedCluster, ServerProcess, served_cluster
 from tests.support.waiting import came_true
+from tools.etcdprocess import EtcdProcess
 
 RUN = 8
 CAPACITY = str(12 * NODE_CAPACITY_BYTES)

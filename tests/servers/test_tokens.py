@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from efs.clock import Deadline, SystemClock
-from efs.endpoint import parse_endpoint
+from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import HandshakeFailed, InvalidArgument, OpenFailed
 from efs.handshake import Proof as ProofMessage
 from efs.handshake import Role, Tokens, client_proof, encode_message, read_token, server_proof
@@ -20,7 +20,7 @@ from tests.support.rawclient import RawClient, hello_for
 from tests.support.records import make_records
 from tests.support.servedmemory import NODE_INDEX, served_memory
 from tests.support.servers import short_directory
-from tests.support.wireproxy import WireProxy
+from tools.chaosrig.wireproxy import WireProxy
 
 TOKEN = b"a secret of more than sixteen bytes"
 OTHER = b"another secret of more than sixteen"
@@ -64,7 +64,7 @@ async def test_operators_may_have_a_token_of_their_own() -> None:
 async def test_neither_the_token_nor_a_proof_that_can_be_used_again_is_sent() -> None:
     async with served_memory(Tokens(TOKEN)) as served:
         with short_directory() as base:
-            async with WireProxy(base / "p", served.endpoint) as proxy:
+            async with WireProxy(Endpoint(path=f"{base}/p"), served.endpoint, recorded=True) as proxy:
                 place = served.place(tokens=Tokens(TOKEN))
                 node = await served.connect_to(replace(place, endpoint=proxy.endpoint))
                 assert not node.suspect

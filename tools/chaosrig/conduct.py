@@ -11,69 +11,64 @@ only after the store was found whole: the model claims least while it knows leas
 4. Faults end, directories come back with what they held; a restart lets their nodes sync.
 5. Healing: all nodes serve, a scrub and a repair have come to the end, and every guarded block has twelve sound shards.
 6. A quiet look: one whole fsck beside all the work that finds nothing.
-
-*The end.* An owner whose clocks are ahead by the grace sweeps and repairs, nothing else; then `fsck --repair` and
-`fsck --deep`: nothing may be found, no slot may be live that no readable block accounts for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
-from efs.extent import Geometry, SlotClass
 from efs.fs import FileSystem
-from efs.limits import HOLLOW_GRACE_MS, KIB, MIB, STRIPE_SHARDS, WATERMARK_LOW
+from efs.limits import STRIPE_SHARDS
 from tools.chaosrig import damage
+from tools.chaosrig.ending import judge_end
 from tools.chaosrig.judge import DOWN, Window
-from tools.chaosrig.model import LAYOUT, Model, Told, Universe, replay
+from tools.chaosrig.model import Model, Told, Universe, replay
 from tools.chaosrig.owner import Options
-from tools.chaosrig.plan import LIVE_KINDS, Damage, Episode
-from tools.chaosrig.processes import CommandRun, OwnerLost, OwnerProcess, kvstore
-from tools.chaosrig.report import Outcome, Seen, evidence
+from tools.chaosrig.patience import Patience
+from tools.chaosrig.plan import KINDS, LIVE_KINDS, Damage, Episode
+from tools.chaosrig.probes import LagProbes
+from tools.chaosrig.processes import CommandRun, ObedientProcess, ProcessLost, kvstore
+from tools.chaosrig.report import Outcome, Request, Seen, evidence
+from tools.chaosrig.smallstore import CAPACITY_BYTES, EXTENT_BYTES, UNEVICTABLE_BLOCKS
 from tools.chaosrig.watchers import Watchers
 
-EXTENT_BYTES: Final = 256 * KIB
-EXTENTS: Final = 8
-NODE_BYTES: Final = EXTENTS * EXTENT_BYTES + 1 * MIB + 512 * KIB + 256 * KIB
-"""Eight extents, the least index, the reserve, and stamps: about 450 blocks, which turn over again and again."""
-CAPACITY_BYTES: Final = STRIPE_SHARDS * NODE_BYTES
-UNEVICTABLE_BLOCKS: Final = int(
-    EXTENTS * Geometry(EXTENT_BYTES, SlotClass.of(LAYOUT.shape)).slots * WATERMARK_LOW / 2)
 STOP_S: Final = 15.0
-"""A store closes in 5 s with nodes that hang; the rest is the machine's."""
+"""A store closes in 5 s with nodes that hang; the rest is the machine's. A slower one has STOP_LAGS lags more."""
+STOP_LAGS: Final = 50
 HEAL_S: Final = 90.0
+HEAL_LOOKS: Final = 40
 STRIKE_S: Final = 20.0
+STRIKE_LOOKS: Final = 150
 """A hold goes on until every armed fault was met, for so long at most: a slow machine does little in two seconds."""
 FILL_S: Final = 3.0
-SHIFT_S: Final = HOLLOW_GRACE_MS / 1000 + 60.0
 
 
 class Conduct:
     """One run in an empty directory."""
 
-    def __init__(self, directory: str, seed: int, seconds: float, say: Callable[[str], None]) -> None:
+    def __init__(self, directory: str, request: Request, say: Callable[[str], None]) -> None:
         self._root = os.path.join(directory, "store")
         self._journal = os.path.join(directory, "journal")
         self._log = os.path.join(directory, "owner.log")
         self._away = os.path.join(directory, "away")
-        self._seed = seed
-        self._seconds = seconds
+        self._request = request
         self._say = say
-        self._universe = Universe(seed)
-        self._owner: OwnerProcess | None = None
+        self._universe = Universe(request.seed)
+        self._owner: ObedientProcess | None = None
         self._incarnations = 0
         self._damaged = 0
         self._armed: list[Damage] = []
         self._violations: list[str] = []
         self._seen: dict[str, Seen] = {}
+        self._probes = LagProbes()
         self._done = 0
         self._watchers = Watchers(self._root, CAPACITY_BYTES, self._violations)
 
@@ -90,12 +85,12 @@ class Conduct:
             await self._heal()
             first = time.monotonic()
             for episode in episodes:
-                if time.monotonic() - first >= self._seconds and not episode.first_deck:
+                if time.monotonic() - first >= self._request.seconds and not episode.first_deck:
                     break
                 await self._episode(episode)
             await self._watchers.stop()
             ending = await self._judge_end()
-        except OwnerLost as error:
+        except ProcessLost as error:
             self._violations.append(f"the owner was lost: {error}")
         finally:
             await self._watchers.stop()
@@ -105,12 +100,12 @@ class Conduct:
 
     # -- the owner
 
-    async def _up(self, *, working: bool = True, shift_s: float = 0.0) -> str | None:
+    async def _up(self) -> str | None:
         """Start an owner and arm what is armed; why it was refused."""
-        options = Options(self._root, self._journal, self._seed, self._incarnations, UNEVICTABLE_BLOCKS, shift_s,
-                          working, self._damaged)
+        options = Options(self._root, self._journal, self._request.seed, self._incarnations, UNEVICTABLE_BLOCKS, 0.0,
+                          True, self._damaged)
         self._incarnations += 1
-        owner = await OwnerProcess.start(options, self._log)
+        owner = await ObedientProcess.start("tools.chaosrig.owner", asdict(options), self._log)
         if owner.refused is not None:
             return owner.refused
         self._owner = owner
@@ -121,18 +116,21 @@ class Conduct:
     async def _must_come_up(self) -> None:
         refused = await self._up()
         if refused is not None:
-            raise OwnerLost(f"it was refused: {refused}")
+            raise ProcessLost(f"it was refused: {refused}")
 
     async def _down(self, clean: bool) -> None:
         assert self._owner is not None
         if not clean:
             await self._owner.kill()
-            return
-        took_s = await self._owner.stop(STOP_S)
-        if took_s is None:
+        else:
+            await self._close(self._owner)
+
+    async def _close(self, owner: ObedientProcess) -> None:
+        began = time.monotonic()
+        if not await owner.stop(STOP_S, lambda: STOP_LAGS * self._probes.thread_ms(began) / 1000):
             self._violations.append(f"the owner did not close within {STOP_S:.0f} s")
-        elif self._owner.exit_code != 0:
-            self._violations.append(f"the owner ended with {self._owner.exit_code}; see its log")
+        elif owner.exit_code != 0:
+            self._violations.append(f"the owner ended with {owner.exit_code}; see its log")
 
     async def _command(self, do: str, **arguments: Any) -> dict[str, Any]:
         assert self._owner is not None
@@ -215,13 +213,13 @@ class Conduct:
             await self._must_come_up()
         await asyncio.sleep(max(0.0, began + episode.hold_s - time.monotonic()))
         wanted = {fault.kind for fault in self._armed}
-        until = time.monotonic() + STRIKE_S
-        while time.monotonic() < until:
+        patience = Patience(STRIKE_S, STRIKE_LOOKS)
+        while not patience.ended:
             raised = damage.raised(before, damage.counters(self._root))
             shown = all(evidence(kind, raised) for kind in wanted | set(episode.kinds) & {"third"})
             if shown and wanted <= set((await self._command("struck"))["kinds"]):
                 break
-            await asyncio.sleep(0.1)
+            await patience.pause()
 
     async def _relent(self, episode: Episode) -> None:
         self._armed.clear()
@@ -235,10 +233,11 @@ class Conduct:
 
     async def _heal(self) -> None:
         """Until the store is whole. A violation when it does not get there."""
-        until = time.monotonic() + HEAL_S
+        patience = Patience(HEAL_S, HEAL_LOOKS)
         await self._command("pause")
         missing: dict[str, Any] = {}
-        while time.monotonic() < until:
+        while not patience.ended:
+            await patience.pause()
             nodes = (await self._command("nodes"))["nodes"]
             states = {node["node_index"]: node["state"] for node in nodes if node["state"] != "serving"}
             missing = {"states": states}
@@ -246,9 +245,7 @@ class Conduct:
                 await self._down(True)
                 await self._must_come_up()
                 await self._command("pause")
-            elif states:
-                await asyncio.sleep(0.1)
-            else:
+            elif not states:
                 scrub, repair = await self._command("scrub"), await self._command("repair")
                 look = await self._command("look")
                 missing = {"scrub": scrub, "repair": repair, "look": look}
@@ -278,33 +275,12 @@ class Conduct:
     # -- the end
 
     async def _judge_end(self) -> dict[str, Any]:
-        """See the module docstring; what was found."""
         await self._down(True)
-        refused = await self._up(working=False, shift_s=SHIFT_S)
-        if refused is not None:
-            raise OwnerLost(f"it was refused: {refused}")
-        swept = await self._command("sweep")
-        repaired = await self._command("repair")
-        swept_again = await self._command("sweep")
-        look = await self._command("look")
-        if look != {"lacking": []}:
-            self._violations.append(f"blocks without twelve sound shards after the last repair: {look}")
-        nodes = (await self._command("nodes"))["nodes"]
-        await self._down(True)
-        mended = await kvstore(self._root, "fsck", "--repair", "--yes")
-        if mended.code not in (0, 1):
-            self._violations.append(f"fsck --repair ended with {mended.code}: {mended.error[-300:]}")
-        deep = await kvstore(self._root, "fsck", "--deep")
-        if deep.code != 0:
-            self._violations.append(f"fsck --deep ended with {deep.code}: {deep.document.get('findings')} {deep.error}")
+        self._incarnations += 1
+        ending = await judge_end(self._root, self._journal, self._request.seed, self._incarnations - 1, self._log,
+                                 self._close, self._violations)
         self._watchers.measure()
-        status = await kvstore(self._root, "status")
-        if status.code != 0 or "get_calls" not in json.dumps(status.document):
-            self._violations.append(f"status ended with {status.code}, or shows no counters: {status.error}")
-        return {"sweep": swept, "repair": repaired, "second_sweep": swept_again, "nodes": nodes,
-                "mended": mended.document.get("mended"), "found_by_repair": mended.document.get("findings", []),
-                "counters": damage.raised({}, damage.counters(self._root)),
-                "sums": deep.document.get("sums", {})}
+        return ending
 
     def _outcome(self, episodes: tuple[Episode, ...], ending: dict[str, Any], seconds: float) -> Outcome:
         model = Model(self._universe, UNEVICTABLE_BLOCKS)
@@ -319,8 +295,9 @@ class Conduct:
             with open(self._log, encoding="utf-8", errors="replace") as log:
                 traces = Counter(line.strip() for line in log if line.startswith(("Traceback", "Task exception")))
             self._violations += [f"the owner's log has {count} × {line!r}" for line, count in traces.items()]
-        return Outcome.of(self._seed, self._seconds, seconds, episodes, self._done, self._seen, told,
-                          self._watchers, self._violations, ending, CAPACITY_BYTES)
+        return Outcome.of(self._request, seconds, len(episodes), self._done,
+                          [self._seen.get(kind, Seen(kind)) for kind in KINDS], told, self._watchers, self._violations,
+                          ending, CAPACITY_BYTES)
 
 
 def _is_in_use(run: CommandRun) -> bool:

@@ -23,13 +23,18 @@ minute: for the next one a block was used last when it was put.
 *Late bytes.* A buffer that a read has given back, or left when it was cancelled, does not change any more: its checksum
 is taken then and once more when LATE_BUFFERS others have followed.
 
-*Deadlines (I3).* A call returns GRACE_MS after its deadline at the latest. A probe coroutine on the same loop and a
-probe thread measure how late the machine wakes them. What the loop was late behind the deadline, all its ticks
-together, is added to what is allowed, and such calls are counted. But a loop that was held up more than STALL_MS longer
-than the thread, its waits for a core not counted, was blocked by its own process, which is a violation too.
+*Deadlines (I3).* A call returns GRACE_MS after its deadline at the latest, on a machine that does everything at once.
+How late a real one is, a probe coroutine on the same loop and a probe thread measure. Added to what is allowed
+is what the loop was late behind the deadline, all its ticks together, and LAG_TURNS times the *lag*: the longest that
+anything in the process waited for its turn while the call ran, because between its deadline and its return a call takes
+a few turns of threads that no probe sees. Calls that needed this are counted. But a loop that was held up more than
+STALL_MS longer than LAG_TURNS lags of the thread, its waits for a core not counted, was blocked by its own process,
+which is a violation too.
 
 *Journal.* Lines of JSON, appended with one write each, so that a killed process loses none that it wrote: an intent
-before each put, its outcome after it, what was hit, running sums of the incarnation, violations.
+before each put, its outcome after it, what was hit, running sums of the incarnation, violations. Several processes may
+write one (`who`): each follows what all of them have written, so that all have one model, in which everything has
+happened in the order of the file.
 """
 
 from __future__ import annotations
@@ -60,6 +65,7 @@ FRESH_KEPT: Final = 12
 LATE_BUFFERS: Final = 24
 GRACE_MS: Final = 100.0
 STALL_MS: Final = 1_500.0
+LAG_TURNS: Final = 4
 
 Block = tuple[int, int]
 """Chain and depth."""
@@ -120,37 +126,33 @@ class Model:
     versions: dict[Block, set[int]] = field(default_factory=dict)
     claims: dict[Block, Claim] = field(default_factory=dict)
     uses: int = 0
-    open_puts: int = 0
     fresh: int = 0
-    _begun: dict[Block, int] = field(default_factory=dict)
+    _begun: dict[tuple[int, Block], int] = field(default_factory=dict)
     _last_use: OrderedDict[tuple[Block, int], int] = field(default_factory=OrderedDict)
 
     def opened(self, closed: bool) -> None:
         """A process owns the store. closed: the one before it had closed the store, not died."""
-        self.open_puts = 0
         if not closed:
             for claim in self.claims.values():
                 claim.used_at = claim.put_at
 
-    def intend(self, blocks: Sequence[Block], version: int) -> None:
+    def intend(self, blocks: Sequence[Block], version: int, who: int = 0) -> None:
         """A put of these blocks is about to begin."""
         for block in blocks:
             self.versions.setdefault(block, set()).add(version)
             if guarded(block):
-                self._begun[block] = self.uses
+                self._begun[who, block] = self.uses
             if block[0] >= FRESH_FIRST:
                 self.fresh = max(self.fresh, block[0] - FRESH_FIRST + 1)
         self._use((block, version) for block in blocks)
-        self.open_puts += 1
 
-    def put(self, blocks: Iterable[Block], acknowledged: bool, at_risk: bool) -> None:
+    def put(self, blocks: Iterable[Block], acknowledged: bool, at_risk: bool, who: int = 0) -> None:
         """That put returned. Only when all of its blocks were acknowledged anything is known of each."""
-        self.open_puts -= 1
         if not acknowledged:
             return
         for block in blocks:
             if guarded(block):
-                begun = self._begun.pop(block)
+                begun = self._begun.pop((who, block))
                 self.claims[block] = Claim(ACK_SHARDS if at_risk else STRIPE_SHARDS, begun, begun)
         kept = self.fresh - FRESH_KEPT + FRESH_FIRST
         for old in [block for block in self.claims if FRESH_FIRST <= block[0] < kept]:
@@ -208,29 +210,45 @@ class Model:
         return count
 
 
-def lateness_ms(elapsed_ms: float, deadline_ms: float, lost_ms: float) -> float:
+def lateness_ms(elapsed_ms: float, deadline_ms: float, lost_ms: float, lag_ms: float) -> float:
     """By how much a call missed its deadline beyond what is allowed; 0 when it did not. lost_ms: what the loop was late
-    behind the deadline."""
-    return max(0.0, elapsed_ms - deadline_ms - GRACE_MS - lost_ms)
+    behind the deadline. lag_ms: the lag of the machine while the call ran."""
+    return max(0.0, elapsed_ms - deadline_ms - GRACE_MS - lost_ms - LAG_TURNS * lag_ms)
 
 
 def stalled(loop_held_ms: float, thread_lag_ms: float) -> bool:
     """Whether something held up the loop itself, not the machine."""
-    return loop_held_ms > thread_lag_ms + STALL_MS
+    return loop_held_ms > LAG_TURNS * thread_lag_ms + STALL_MS
 
 
 # -- The journal -------------------------------------------------------------------------------------------------------
 
 
-class Journal:
-    """Appends to the file of one run."""
+class Ledger:
+    """The journal of a run as one of its processes has it: what it writes is appended, and the model is always where
+    the file ends that the last `write` or `follow` has seen."""
 
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    def __init__(self, path: str, model: Model, who: int = 0) -> None:
+        self.model = model
+        self.who = who
+        self.told = Told()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._position = 0
+        self._rest = b""
 
     def write(self, **line: Any) -> None:
-        """One line, in one write."""
-        os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        """One line, in one write, and it has happened. It begins a line even if somebody was killed in the last one."""
+        text = json.dumps({**line, "who": self.who}, separators=(",", ":"))
+        os.write(self._fd, b"\n" + text.encode() + b"\n")
+        self.follow()
+
+    def follow(self) -> None:
+        """Go along with what everybody has written so far."""
+        while data := os.pread(self._fd, 1 << 20, self._position):
+            self._position += len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self.told.take(line, self.model)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -246,32 +264,33 @@ class Told:
     incarnations: int = 0
     cut_puts: int = 0
     closed: bool = True
+    _running: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    """By process, the sums of its incarnation."""
+    _open: Counter[int] = field(default_factory=Counter)
+    """By process, puts that have not returned."""
 
-
-def replay(lines: Iterable[str], model: Model) -> Told:
-    """Bring a new model to where the journal ends. A last line that a kill cut short is passed over."""
-    told = Told()
-    sums: Mapping[str, int] = {}
-    for text in lines:
+    def take(self, text: str | bytes, model: Model) -> None:
+        """The next line. One that a kill cut short is passed over."""
         try:
             line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        kind = line["t"]
+        except ValueError:
+            return
+        kind, who = line["t"], line.get("who", 0)
         blocks = [(int(chain), int(depth)) for chain, depth in line.get("b", ())]
         if kind == "open":
-            told.sums.update(sums)
-            sums = {}
-            told.incarnations += 1
-            told.cut_puts += model.open_puts
-            model.opened(told.closed)
-            told.closed = False
+            self._end(who)
+            self.incarnations += 1
+            if line.get("owns", True):
+                model.opened(self.closed)
+            self.closed = False
         elif kind == "closed":
-            told.closed = True
+            self.closed = True
         elif kind == "intent":
-            model.intend(blocks, line["v"])
+            self._open[who] += 1
+            model.intend(blocks, line["v"], who)
         elif kind == "put":
-            model.put(blocks, line["acknowledged"], line["at_risk"])
+            self._open[who] -= 1
+            model.put(blocks, line["acknowledged"], line["at_risk"], who)
         elif kind == "hit":
             model.hit(dict(zip(blocks, line["v"], strict=True)), line["begun"])
         elif kind == "whole":
@@ -280,11 +299,27 @@ def replay(lines: Iterable[str], model: Model) -> Told:
             for block in blocks:
                 model.forget(block)
         elif kind == "sums":
-            sums = line["sums"]
+            self._running[who] = line["sums"]
             for name, value in line["most"].items():
-                told.most[name] = max(told.most[name], value)
+                self.most[name] = max(self.most[name], value)
         elif kind == "violation":
-            told.violations.append(line["what"])
-    told.sums.update(sums)
-    told.cut_puts += model.open_puts
+            self.violations.append(line["what"])
+
+    def ended(self) -> None:
+        """The journal has no more lines."""
+        for who in sorted({*self._running, *self._open}):
+            self._end(who)
+
+    def _end(self, who: int) -> None:
+        """Of an incarnation."""
+        self.sums.update(self._running.pop(who, {}))
+        self.cut_puts += self._open.pop(who, 0)
+
+
+def replay(lines: Iterable[str], model: Model) -> Told:
+    """Bring a new model to where the journal ends."""
+    told = Told()
+    for text in lines:
+        told.take(text, model)
+    told.ended()
     return told

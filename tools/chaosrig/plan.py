@@ -15,7 +15,7 @@ depends on the machine.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,7 +36,8 @@ THIRD_KINDS: Final = ("hang_read", "eio", "vanish")
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One kind of damage to one node. `choice` in [0, 1) settles details, such as which bytes rot."""
+    """One kind of damage to one node, -1 where it is to none. `choice` in [0, 1) settles details, such as which bytes
+    rot."""
 
     kind: str
     node: int
@@ -59,43 +60,50 @@ class Episode:
     @property
     def nodes(self) -> tuple[int, ...]:
         """The damaged nodes, ascending."""
-        return tuple(sorted({damage.node for damage in self.damages}))
+        return tuple(sorted({damage.node for damage in self.damages if damage.node >= 0}))
 
     def line(self) -> str:
         """For a person."""
-        what = ", ".join(f"{damage.kind} node {damage.node}" for damage in self.damages) or "no node"
+        of_nodes = [damage for damage in self.damages if damage.node >= 0]
+        what = ", ".join(f"{damage.kind} node {damage.node}" for damage in of_nodes) or "no node"
         kills = f", {len(self.kills)} kills" if self.kills else ""
         return f"episode {self.number}: {' + '.join(self.kinds)}: {what}, {self.hold_s:.1f} s{kills}"
 
 
 def plan(seed: int, seconds: float) -> tuple[Episode, ...]:
     """The episodes of a run, as many as could fit its seconds, at least one deck from EVERY_KIND_SECONDS on."""
-    source = random.Random(f"chaos/{seed}")
+    return schedule(random.Random(f"chaos/{seed}"), seconds, EVERY_KIND_SECONDS, KINDS, ALONE, _episode)
+
+
+def schedule(source: random.Random, seconds: float, whole_from: float, kinds: Sequence[str], alone: Collection[str],
+             make: Callable[[int, tuple[str, ...], random.Random, bool], Episode]) -> tuple[Episode, ...]:
+    """Episodes from decks of kinds. whole_from: a run of so many seconds finishes its first deck. alone: kinds that
+    have an episode for themselves. make: one from number, kinds, source of random numbers, and first deck."""
     episodes: list[Episode] = []
     guessed_s = 0.0
-    for deck, kinds in enumerate(_decks(source)):
-        whole = deck == 0 and seconds >= EVERY_KIND_SECONDS
-        for together in _together(kinds, source):
+    for deck, shuffled in enumerate(_decks(source, kinds)):
+        whole = deck == 0 and seconds >= whole_from
+        for together in _together(shuffled, alone):
             if guessed_s >= seconds and not whole:
                 return tuple(episodes)
-            episode = _episode(len(episodes), together, source, whole)
+            episode = make(len(episodes), together, source, whole)
             episodes.append(episode)
             guessed_s += episode.hold_s + EPISODE_OVERHEAD_S
     raise AssertionError("decks never end")
 
 
-def _decks(source: random.Random) -> Iterator[list[str]]:
+def _decks(source: random.Random, kinds: Sequence[str]) -> Iterator[list[str]]:
     while True:
-        deck = list(KINDS)
+        deck = list(kinds)
         source.shuffle(deck)
         yield deck
 
 
-def _together(deck: list[str], source: random.Random) -> Iterator[tuple[str, ...]]:
+def _together(deck: list[str], alone: Collection[str]) -> Iterator[tuple[str, ...]]:
     """Kinds that share an episode, in the order of the deck."""
     waiting: str | None = None
     for kind in deck:
-        if kind in ALONE:
+        if kind in alone:
             yield (kind,)
         elif waiting is None:
             waiting = kind

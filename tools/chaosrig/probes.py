@@ -23,6 +23,7 @@ class LagProbes:
     def __init__(self) -> None:
         self._loop: deque[tuple[float, float]] = deque(maxlen=KEPT)
         self._held: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        self._waits: deque[tuple[float, float]] = deque(maxlen=KEPT)
         self._thread: deque[tuple[float, float]] = deque(maxlen=KEPT)
         threading.Thread(target=self._tick_on_thread, name="chaos-probe", daemon=True).start()
 
@@ -35,16 +36,24 @@ class LagProbes:
             ended, before, waited = time.monotonic(), waited, _waited_for_a_core_s()
             self._loop.append((ended, max(ended - began - TICK_S, waited - before)))
             self._held.append((ended, ended - began - TICK_S - (waited - before)))
+            self._waits.append((ended, waited - before))
 
     def lost_ms(self, since: float) -> float:
         """By how much, all ticks since a monotonic moment together, the loop was late or waited for a core: time in
         which it could do nothing for a call. The tick that is still waiting counts too."""
         return sum(lag for lag in _lags(self._loop, since) if lag > 0) * 1000
 
-    def worst_ms(self, since: float) -> tuple[float, float]:
-        """The worst lag of the loop, without its waits for a core, and of the thread. Of ticks that have ended."""
-        held, late = (_lags(ticks, since)[1:] for ticks in (self._held, self._thread))
-        return max([0.0, *held]) * 1000, max([0.0, *late]) * 1000
+    def held_ms(self, since: float) -> float:
+        """The worst lag of the loop, without its waits for a core, of ticks that have ended."""
+        return max([0.0, *_lags(self._held, since)[1:]]) * 1000
+
+    def thread_ms(self, since: float) -> float:
+        """The worst lag of the thread."""
+        return max([0.0, *_lags(self._thread, since)]) * 1000
+
+    def lag_ms(self, since: float) -> float:
+        """The longest that the thread was late, or the loop waited for a core: what the machine cost one turn."""
+        return max(self.thread_ms(since), max([0.0, *_lags(self._waits, since)[1:]]) * 1000)
 
     def _tick_on_thread(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""The processes of a chaos run: the owner, with commands over its pipes, and runs of the command line beside it."""
+"""The processes of a chaos run: those that obey commands over their pipes, and runs of the command line beside them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tools.chaosrig.owner import Options
-
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
-READY_S: Final = 60.0
-COMMAND_S: Final = 120.0
+READY_S: Final = 120.0
+COMMAND_S: Final = 300.0
 """Patience with a process on an overloaded machine; the store's own bounds are checked by its owner."""
 LINE_BYTES: Final = 1 << 20
 
 
-class OwnerLost(Exception):
-    """The owner ended, or does not answer."""
+class ProcessLost(Exception):
+    """A process ended, or does not answer."""
 
 
-class OwnerProcess:
-    """One incarnation of the owner."""
+class ObedientProcess:
+    """One incarnation of a process of `tools/chaosrig/obey.py`."""
 
     def __init__(self, process: asyncio.subprocess.Process, refused: str | None) -> None:
         self.refused = refused
@@ -35,30 +34,32 @@ class OwnerProcess:
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
-    async def start(cls, options: Options, log: str) -> OwnerProcess:
-        """Start one and wait until it owns the store, or was refused. OwnerLost when it does neither."""
+    async def start(cls, module: str, options: Mapping[str, Any], log: str) -> ObedientProcess:
+        """Start a module and wait until it has opened the store, or was refused. ProcessLost when it does neither."""
         with open(log, "ab") as errors:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tools.chaosrig.owner", json.dumps(asdict(options)), cwd=CHECKOUT,
-                env=_environment(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors,
-                limit=LINE_BYTES)
+                sys.executable, "-m", module, json.dumps(options), cwd=CHECKOUT, env=environment(),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, limit=LINE_BYTES)
         assert process.stdout is not None
         try:
             line = json.loads(await asyncio.wait_for(process.stdout.readline(), READY_S))
         except (TimeoutError, json.JSONDecodeError) as error:
-            await _end(process)
-            raise OwnerLost(f"the owner did not come up; see {log}") from error
-        owner = cls(process, line.get("refused"))
-        if owner.refused is not None:
+            await end(process)
+            raise ProcessLost(f"{module} did not come up; see {log}") from error
+        except asyncio.CancelledError:
+            await end(process)
+            raise
+        started = cls(process, line.get("refused"))
+        if started.refused is not None:
             await process.wait()
-        return owner
+        return started
 
     @property
     def running(self) -> bool:
         return self._process.returncode is None
 
     async def command(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer. OwnerLost when there is none."""
+        """Send a command and wait for its answer. ProcessLost when there is none."""
         assert self._process.stdin is not None
         self._last += 1
         number = self._last
@@ -68,26 +69,34 @@ class OwnerProcess:
             await self._process.stdin.drain()
             return await asyncio.wait_for(reply, COMMAND_S)
         except (TimeoutError, ConnectionError) as error:
-            raise OwnerLost(f"no answer to {do}") from error
+            raise ProcessLost(f"no answer to {do}") from error
         finally:
             del self._replies[number]
 
     async def kill(self) -> None:
         """SIGKILL."""
-        await _end(self._process)
+        await end(self._process)
         await self._listening
 
-    async def stop(self, patience_s: float) -> float | None:
-        """Close the store and end; the seconds it took, None when it had to be killed."""
-        began = time.monotonic()
+    async def ended(self) -> int:
+        """Wait for its end; the exit code."""
+        code = await asyncio.wait_for(self._process.wait(), COMMAND_S)
+        await self._listening
+        return code
+
+    async def stop(self, patience_s: float, more_s: Callable[[], float]) -> bool:
+        """Close the store and end; False when it had to be killed. more_s: asked once the patience is at its end."""
         try:
             await self.command("stop")
-            await asyncio.wait_for(self._process.wait(), patience_s)
-        except (TimeoutError, OwnerLost):
+            try:
+                await asyncio.wait_for(self._process.wait(), patience_s)
+            except TimeoutError:
+                await asyncio.wait_for(self._process.wait(), more_s())
+        except (TimeoutError, ProcessLost):
             await self.kill()
-            return None
+            return False
         await self._listening
-        return time.monotonic() - began
+        return True
 
     @property
     def exit_code(self) -> int | None:
@@ -102,7 +111,7 @@ class OwnerProcess:
                 waiting.set_result(answer)
         for waiting in self._replies.values():
             if not waiting.done():
-                waiting.set_exception(OwnerLost("the owner ended"))
+                waiting.set_exception(ProcessLost("the process ended"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +125,13 @@ class CommandRun:
     error: str
 
 
-async def kvstore(root: str, *arguments: str, kill_after_s: float | None = None) -> CommandRun:
-    """`kvstore ARGUMENTS --json --store ROOT` in a process of its own."""
+async def kvstore(store: str | None, *arguments: str, kill_after_s: float | None = None) -> CommandRun:
+    """`kvstore --json --store STORE ARGUMENTS` in a process of its own."""
     began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "from kvstore.cli import main; main()", *arguments, "--json", "--store", root,
-        cwd=CHECKOUT, env=_environment(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+        sys.executable, "-c", "from kvstore.cli import main; main()", "--json",
+        *(() if store is None else ("--store", store)), *arguments, cwd=CHECKOUT, env=environment(),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
     talk = asyncio.create_task(process.communicate())
     try:
         done, _ = await asyncio.wait((talk,), timeout=kill_after_s if kill_after_s is not None else COMMAND_S)
@@ -129,7 +139,7 @@ async def kvstore(root: str, *arguments: str, kill_after_s: float | None = None)
             process.kill()
         out, errors = await talk
     except asyncio.CancelledError:
-        await _end(process)
+        await end(process)
         raise
     try:
         document = json.loads(out)
@@ -138,13 +148,14 @@ async def kvstore(root: str, *arguments: str, kill_after_s: float | None = None)
     return CommandRun(began, time.monotonic(), process.returncode if done else None, document, errors.decode().strip())
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL, and wait until it is gone."""
     if process.returncode is None:
         process.kill()
     await process.wait()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Without settings of a store that is not ours."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
     return {**kept, "PYTHONPATH": str(CHECKOUT)}

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from efs.limits import STRIPE_SHARDS
 from tools.chaosrig.model import Told
-from tools.chaosrig.plan import EVERY_KIND_SECONDS, KINDS, Episode
 from tools.chaosrig.watchers import Watchers
 
 VIOLATIONS_SHOWN: Final = 40
@@ -30,9 +29,15 @@ EVIDENCE: Final[Mapping[str, tuple[str, ...]]] = {
 kill is seen as a restart."""
 
 
-def evidence(kind: str, raised: Mapping[str, int]) -> dict[str, int]:
+WITHOUT_COUNTERS: Final = {"swap": "refused at the opening", "kill": "restarted", "die_in_put": "restarted",
+                           "die_in_get": "restarted", "outage": "no difference"}
+"""What is seen of a kind that no counter shows."""
+
+
+def evidence(kind: str, raised: Mapping[str, int],
+             shown_by: Mapping[str, tuple[str, ...]] = EVIDENCE) -> dict[str, int]:
     """Those of a kind's counters that grew."""
-    return {name: raised[name] for name in EVIDENCE.get(kind, ()) if raised.get(name)}
+    return {name: raised[name] for name in shown_by.get(kind, ()) if raised.get(name)}
 
 
 @dataclass(slots=True)
@@ -47,11 +52,20 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """`totals` are sums over all incarnations of the owner; a run is good when `violations` is empty."""
+class Request:
+    """What was asked for. whole: every kind must have been injected. again: how to ask for it again."""
 
     seed: int
-    asked_seconds: float
+    seconds: float
+    whole: bool
+    again: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`totals` are sums over all incarnations of all processes; a run is good when `violations` is empty."""
+
+    request: Request
     seconds: float
     planned: int
     done: int
@@ -61,30 +75,28 @@ class Outcome:
     ending: Mapping[str, Any]
 
     @classmethod
-    def of(cls, seed: int, asked_seconds: float, seconds: float, episodes: Sequence[Episode], done: int,
-           seen: Mapping[str, Seen], told: Told, watchers: Watchers, violations: Sequence[str],
-           ending: Mapping[str, Any], capacity_bytes: int) -> Outcome:
+    def of(cls, request: Request, seconds: float, planned: int, done: int, kinds: Sequence[Seen], told: Told,
+           watchers: Watchers, violations: Sequence[str], ending: Mapping[str, Any], capacity_bytes: int) -> Outcome:
         """Put together what the parts of a run know, and judge the run as a whole (I4, I6, I7)."""
         totals = _totals(told, watchers, ending, capacity_bytes)
-        kinds = tuple(seen.get(kind, Seen(kind)) for kind in KINDS)
-        broken = [*told.violations, *violations, *run_violations(kinds, totals, asked_seconds)]
-        return cls(seed, asked_seconds, seconds, len(episodes), done, kinds, totals, tuple(broken), ending)
+        broken = [*told.violations, *violations, *run_violations(kinds, totals, request.whole)]
+        return cls(request, seconds, planned, done, tuple(kinds), totals, tuple(broken), ending)
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
         kinds = {seen.kind: {"episodes": seen.episodes, "struck": seen.struck, "counters": dict(seen.counters)}
                  for seen in self.kinds}
-        return {"seed": self.seed, "seconds": self.seconds, "episodes_planned": self.planned,
+        return {"seed": self.request.seed, "seconds": self.seconds, "episodes_planned": self.planned,
                 "episodes_done": self.done, "faults": kinds, "totals": dict(self.totals),
                 "violations": list(self.violations), "ending": dict(self.ending)}
 
     def lines(self) -> list[str]:
         """The table."""
-        lines = [f"seed {self.seed}: {self.done} of {self.planned} episodes in {self.seconds:.0f} s", "",
+        lines = [f"seed {self.request.seed}: {self.done} of {self.planned} episodes in {self.seconds:.0f} s", "",
                  f"{'fault':<12} {'episodes':>8} {'struck':>8}   seen"]
         for seen in self.kinds:
             counters = ", ".join(f"{name} {count}" for name, count in sorted(seen.counters.items()))
-            without = {"swap": "refused at the opening", "kill": "restarted"}.get(seen.kind, "nothing")
+            without = WITHOUT_COUNTERS.get(seen.kind, "nothing")
             what = counters or (without if seen.episodes else "")
             lines.append(f"{seen.kind:<12} {seen.episodes:>8} {seen.struck:>8}   {what}")
         lines += ["", *(f"{name.replace('_', ' '):<28} {value:>12}" for name, value in self.totals.items())]
@@ -92,7 +104,7 @@ class Outcome:
         if len(self.violations) > VIOLATIONS_SHOWN:
             lines.append(f"… and {len(self.violations) - VIOLATIONS_SHOWN} more violations")
         if self.violations:
-            lines.append(f"replay with: make chaos SEED={self.seed} SECONDS={self.asked_seconds:g}")
+            lines.append(f"replay with: {self.request.again}")
         else:
             lines.append("no violation")
         return lines
@@ -102,13 +114,13 @@ def _totals(told: Told, watchers: Watchers, ending: Mapping[str, Any], capacity_
     sums = ending.get("sums", {})
     names = ("reads", "hit_blocks", "missed_blocks", "guarded_hits", "rebuilt_blocks", "corrupt_shards", "puts",
              "acked_blocks", "already_blocks", "failed_blocks", "at_risk_blocks", "matches", "collect", "sweep",
-             "scrub", "repair", "wrong_blocks", "lost_blocks", "late_calls", "late_with_loop", "loop_stalls",
-             "misses_of_a_swamped_machine", "evicted_on_demand", "claims_tested", "cancelled_reads",
+             "scrub", "repair", "wrong_blocks", "lost_blocks", "late_calls", "late_with_machine", "loop_stalls",
+             "hits_only_when_asked_again", "misses_not_judged", "evicted_on_demand", "claims_tested", "cancelled_reads",
              "buffers_looked_at", "late_bytes")
     return {
         **{name: told.sums[name] for name in names},
         **{name: told.most[name] for name in ("past_deadline_ms", "loop_held_ms", "thread_lag_ms")},
-        "owner_restarts": max(0, told.incarnations - 1),
+        "restarts": max(0, told.incarnations - 1),
         "puts_cut_by_a_kill": told.cut_puts,
         "fsck_runs": watchers.runs,
         "fsck_runs_in_quiet": watchers.quiet_runs,
@@ -134,15 +146,15 @@ def leaked_bytes(sums: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) ->
     return int(astray * slot_bytes + abs(sum(node["live_bytes"] for node in nodes) - sums["live_bytes"]))
 
 
-def run_violations(kinds: Sequence[Seen], totals: Mapping[str, int], seconds: float) -> list[str]:
+def run_violations(kinds: Sequence[Seen], totals: Mapping[str, int], whole: bool) -> list[str]:
     """What only the whole run can show."""
     broken = [f"{seen.kind}: no counter showed it in {seen.unseen} of {seen.episodes} episodes"
               for seen in kinds if seen.unseen]
     if not any(seen.struck for seen in kinds):
         broken.append("nothing was injected at all")
+    broken += [f"{seen.kind} was never injected" for seen in kinds if not seen.struck and (whole or seen.episodes)]
     needed = ["hit_blocks", "guarded_hits", "claims_tested"]
-    if seconds >= EVERY_KIND_SECONDS:
-        broken += [f"{seen.kind} was never injected" for seen in kinds if not seen.struck]
+    if whole:
         needed += ["missed_blocks", "fsck_runs_in_quiet", "evicted_records", "cancelled_reads"]
     broken += [f"there were no {name.replace('_', ' ')}" for name in needed if not totals[name]]
     if totals["leaked_bytes"]:

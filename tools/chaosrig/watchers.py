@@ -35,9 +35,11 @@ class Watchers:
         self._violations = violations
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        """Begin, or go on, to look."""
-        self._tasks = [asyncio.create_task(self._fsck_for_ever()), asyncio.create_task(self._du_for_ever())]
+    def start(self, *, fsck: bool = True) -> None:
+        """Begin, or go on, to look. Without fsck there is one only when it is asked for."""
+        self._tasks = [asyncio.create_task(self._du_for_ever())]
+        if fsck:
+            self._tasks.append(asyncio.create_task(self._fsck_for_ever()))
 
     async def stop(self) -> None:
         """End. Raises what a watcher died of, which is a fault of the watcher."""
@@ -50,11 +52,11 @@ class Watchers:
                 raise error
         self._tasks = []
 
-    async def quiet_look(self) -> None:
-        """One whole fsck from now on; the one that runs is given up for it."""
+    async def quiet_look(self, *, fsck: bool = True) -> None:
+        """One whole fsck from now on; the one that runs is given up for it. fsck: whether others follow."""
         await self.stop()
         await self._fsck()
-        self.start()
+        self.start(fsck=fsck)
 
     async def _fsck_for_ever(self) -> None:
         while True:

@@ -8,7 +8,7 @@ import pytest
 
 from efs.findings import Kind
 from tools.chaosrig.judge import BLOCK_MEMORY_S, CAUSES, DOWN, Window, disturbed, is_true
-from tools.chaosrig.plan import EVERY_KIND_SECONDS, KINDS
+from tools.chaosrig.plan import KINDS
 from tools.chaosrig.report import EVIDENCE, Seen, evidence, leaked_bytes, run_violations
 
 
@@ -63,25 +63,31 @@ def totals(**changed: int) -> dict[str, int]:
 
 def test_a_kind_that_never_struck_fails_a_run_of_two_minutes() -> None:
     kinds = [Seen(kind, episodes=1, struck=1) for kind in KINDS]
-    assert run_violations(kinds, totals(), EVERY_KIND_SECONDS) == []
+    assert run_violations(kinds, totals(), True) == []
     kinds[0].struck = 0
-    assert run_violations(kinds, totals(), EVERY_KIND_SECONDS) == [f"{KINDS[0]} was never injected"]
-    assert run_violations(kinds, totals(), EVERY_KIND_SECONDS - 1) == []
+    assert run_violations(kinds, totals(), True) == [f"{KINDS[0]} was never injected"]
+    kinds[0].episodes = 0
+    assert run_violations(kinds, totals(), False) == []
+
+
+def test_a_kind_that_was_planned_and_never_struck_fails_any_run() -> None:
+    kinds = [Seen("kill", episodes=1, struck=1), Seen("eio", episodes=1)]
+    assert run_violations(kinds, totals(), False) == ["eio was never injected"]
 
 
 def test_a_run_without_hits_fails() -> None:
-    assert run_violations([Seen("eio", 1, 1)], totals(hit_blocks=0), 10) == ["there were no hit blocks"]
+    assert run_violations([Seen("eio", 1, 1)], totals(hit_blocks=0), False) == ["there were no hit blocks"]
 
 
 def test_a_run_in_which_nothing_was_injected_fails() -> None:
-    assert run_violations([Seen(kind) for kind in KINDS], totals(), 10) == ["nothing was injected at all"]
+    assert run_violations([Seen(kind) for kind in KINDS], totals(), False) == ["nothing was injected at all"]
 
 
 def test_damage_that_no_counter_shows_fails_a_run() -> None:
     assert evidence("eio", {"node_io_errors": 3, "get_calls": 9}) == {"node_io_errors": 3}
     assert evidence("eio", {"get_calls": 9}) == {}
     assert set(EVIDENCE) == set(KINDS) - {"swap", "kill"}
-    assert run_violations([Seen("eio", 2, 2, unseen=1)], totals(), 10) == [
+    assert run_violations([Seen("eio", 2, 2, unseen=1)], totals(), False) == [
         "eio: no counter showed it in 1 of 2 episodes"]
 
 
@@ -92,4 +98,4 @@ def test_a_leaked_slot_is_caught() -> None:
     assert leaked_bytes({**sums, "index_entries": 23}, nodes) == 4096, "a slot that no index entry names"
     assert leaked_bytes({**sums, "readable": 1}, nodes) == 12 * 4096, "slots that no readable block needs"
     assert leaked_bytes(sums, [*nodes[1:], {"live_bytes": 4096}]) == 4096, "a node that counts otherwise"
-    assert run_violations([Seen("eio", 1, 1)], totals(leaked_bytes=4096), 10) == ["4096 bytes leaked"]
+    assert run_violations([Seen("eio", 1, 1)], totals(leaked_bytes=4096), False) == ["4096 bytes leaked"]
