@@ -3,15 +3,17 @@
 `start` makes ROOT a store for node servers unless it is one, and sees to it that every node is served at its Unix
 socket, in PROCESSES processes of neighbouring nodes each: the loss of any one of them is survived. It may be called
 by any number of processes at once, and again at any time: a lock file beside ROOT lets one at a time look, and
-whatever already answers is left as it is. The servers are in sessions of their own and outlive who started them; they
-write to ROOT/servers.log. `stop` ends them cleanly, by the pids in the lock files of the node directories that are
-really locked.
+whatever already answers is left as it is. The servers are in sessions of their own, are nobody's children, and outlive
+who started them, also when that is killed together with all its children, as some engines end; they write to
+ROOT/servers.log. `stop` ends them cleanly, by the pids in the lock files of the node directories that are really
+locked.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -103,25 +105,31 @@ def _make(root: str, capacity: int | None, environ: Mapping[str, str] | None) ->
 
 
 def _serve(root: str, config: ClusterConfig, nodes: Sequence[int], environ: Mapping[str, str] | None) -> int:
-    """The process id of a new server. It is spawned, not held: nothing here has to outlive the call."""
+    """The process id of a new server, which a shell that has ended by now has started."""
     paths = read_store_config(SystemIo(), root).node_paths
     words = ["node", "serve", *(os.path.join(root, paths[index]) for index in nodes), "--durability", config.durability]
     for index in nodes:
         words += ["--listen", str(config.endpoints[index])]
-    command = _command(*words)
-    log = os.path.join(root, _LOG_FILE)
-    return os.posix_spawn(
-        command[0], command, _without_settings(environ), setsid=True,
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ],
-    )
+    log = os.open(os.path.join(root, _LOG_FILE), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        done = subprocess.run(["/bin/sh", "-c", '"$@" >&2 & echo $!', "sh", *_command(*words)], check=True,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
+                              env=_without_settings(environ), start_new_session=True)
+    finally:
+        os.close(log)
+    return int(done.stdout)
 
 
 def _has_ended(pid: int) -> bool:
-    return os.waitpid(pid, os.WNOHANG)[0] == pid
+    """Also of a process that nobody has collected."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], 0)[0])
+    finally:
+        os.close(process)
 
 
 def _without_settings(environ: Mapping[str, str] | None) -> dict[str, str]:

@@ -1,13 +1,14 @@
 """One engine process of a test: `python -m tests.engines.drive REQUEST.json ANSWER.json`.
 
-Request: {"model": directory, "settings": the connector's, or null for an engine without, "new_tokens": n, "engine":
-more arguments of vLLM, "rounds": [{"prompts": [[token, ...], ...], "before": [[action, argument ...], ...]}, ...]}.
+Request: {"model": directory, "settings": the connector's, or null for an engine without, "tier": whether the store is a
+tier behind vLLM's own cache in host memory, "new_tokens": n, "engine": more arguments of vLLM, "rounds": [{"prompts":
+[[token, ...], ...], "before": [[action, argument ...], ...]}, ...]}.
 
 All prompts of a round run at once, and then again, which the engine serves from its own prefix cache. Before each
-round its actions are taken (`tests/engines/faults.py`). After each round the engine's own prefix cache is emptied,
-which fails unless every page is free again. The process ends when all that was saved is stored. Answer: for each
-round {"outputs": [{"tokens", "cached", "first_token_s"}, ...], "again": [the same], "counts": {...}, "injected":
-faults that happened in it, "preemptions": since the engine began}.
+round its actions are taken (`tests/engines/faults.py`). After each round the engine's own prefix cache is emptied (with
+a tier, its cache in host memory too), which fails unless every page is free again. The process ends when all that was
+saved is stored. Answer: for each round {"outputs": [{"tokens", "cached", "first_token_s"}, ...], "again": [the same],
+"counts": {...}, "injected": faults that happened in it, "preemptions": since the engine began}.
 """
 
 from __future__ import annotations
@@ -27,16 +28,31 @@ WAIT_S = 60.0
 MOST_TOKENS = 4096
 
 
-def engine(request: dict[str, Any]) -> LLM:
-    connector = None
-    if request["settings"] is not None:
-        connector = KVTransferConfig(
+HOST_CACHE_BYTES = 64 << 20
+
+
+def connector(request: dict[str, Any]) -> KVTransferConfig | None:
+    if request["settings"] is None:
+        return None
+    if not request["tier"]:
+        return KVTransferConfig(
             kv_connector="KVStoreConnector", kv_connector_module_path="kvstore.connectors.vllm", kv_role="kv_both",
             kv_load_failure_policy="recompute", kv_connector_extra_config=request["settings"],
         )
+    tier = {"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm", **request["settings"]}
+    return KVTransferConfig(
+        kv_connector="KVStoreOffloadingConnector", kv_connector_module_path="kvstore.connectors.vllm",
+        kv_role="kv_both", kv_connector_extra_config={
+            "spec_name": "MemcpyTieringSpec", "spec_module_path": "tests.engines.memcpy",
+            "cpu_bytes_to_use": HOST_CACHE_BYTES, "secondary_tiers": [tier],
+        },
+    )
+
+
+def engine(request: dict[str, Any]) -> LLM:
     arguments = {"max_model_len": MOST_TOKENS, "dtype": "bfloat16", "enforce_eager": True, **request.get("engine", {})}
     return LLM(request["model"], skip_tokenizer_init=True, disable_log_stats=False, seed=0,
-               prefix_caching_hash_algo="sha256_cbor", kv_transfer_config=connector, **arguments)
+               prefix_caching_hash_algo="sha256_cbor", kv_transfer_config=connector(request), **arguments)
 
 
 class Driver:
@@ -44,6 +60,7 @@ class Driver:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._new_tokens = request["new_tokens"]
+        self._tier = request["tier"]
         self.llm = engine(request)
         self._faults = Faults(self.llm, request["settings"])
         self._counts: dict[str, int] = {}
@@ -54,7 +71,7 @@ class Driver:
         outputs = self.generate(prompts, self._new_tokens)
         again = self.generate(prompts, self._new_tokens)
         self._settle()
-        assert self.llm.reset_prefix_cache(), "some pages are still held"
+        assert self.llm.reset_prefix_cache(reset_connector=self._tier), "some pages are still held"
         counts = self._counted()
         new = {name: amount - self._counts.get(name, 0) for name, amount in counts.items()}
         self._counts = counts

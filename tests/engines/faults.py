@@ -2,9 +2,11 @@
 
 Actions: `kill_servers` n: SIGKILL to n server processes of the local set (two nodes each). `kill_all`. `corrupt` n:
 every byte of the slabs of n nodes is turned over. `zero_page`: of every load the first page of each group is zeroed
-after it was filled. `fail_block` n: every fetch that covers block n of a sequence delivers only what is before it.
-`abort`: a request for the given prompt is aborted while its load is held back. Those that patch the connector end
-with the round and are counted: a test whose fault did not happen must fail.
+after it was filled. `zero_chunk`: the same with a tier, of every stretch that is loaded. `fail_block` n: every fetch
+that covers block n of a sequence delivers only what is before it. `evict` n: what is stored of block n and those
+behind it is dropped after the question and before the load. `abort` phase prompt: a request for this prompt is aborted
+in a phase of its life. Those that patch the connector end with the round and are counted: a test whose fault did not
+happen must fail.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,16 @@ from vllm import LLM, SamplingParams
 from efs.nodedir import written_pid
 from efs.osio import SystemIo
 from efs.types import GetReport
+from kvstore.connectors.paged.chunks import ChunkTransfers
 from kvstore.connectors.paged.jobs import NO_PAGE, Span
 from kvstore.connectors.paged.transfers import PageTransfers
+from kvstore.keys import Chain
 from kvstore.store import BlockingKVStore
 from tests.support.waiting import eventually
 
 MOST_STEPS = 10_000
+HOLD_S = 60
+DROP_MS = 30_000
 
 
 class Faults:
@@ -86,6 +92,17 @@ class Faults:
 
         self._patch(PageTransfers, "_load_span", zeroed)
 
+    def _zero_chunk(self) -> None:
+        load = ChunkTransfers._load_piece
+
+        def zeroed(transfers: ChunkTransfers, chain: Chain, slots: Sequence[int]) -> Sequence[bool]:
+            there = load(transfers, chain, slots)
+            transfers._slots[slots[0]] = 0
+            self._injected += 1
+            return there
+
+        self._patch(ChunkTransfers, "_load_piece", zeroed)
+
     def _fail_block(self, block: int) -> None:
         fetch = BlockingKVStore.get_into
 
@@ -100,24 +117,43 @@ class Faults:
 
         self._patch(BlockingKVStore, "get_into", failing)
 
-    def _abort(self, prompt: list[int]) -> None:
-        held, waiting = threading.Event(), threading.Event()
+    def _evict(self, block: int) -> None:
+        """In the first fetch that covers this block of a sequence, it and all behind it are dropped before."""
         fetch = BlockingKVStore.get_into
 
-        def waits(store: BlockingKVStore, chain: Any, out: Any, **more: Any) -> GetReport:
-            waiting.set()
-            held.wait(60)
+        def late(store: BlockingKVStore, chain: Any, out: Any, **more: Any) -> GetReport:
+            at = block - chain.start
+            if 0 <= at < len(chain) and not self._injected:
+                drop = store._store.filesystem.drop(chain.keys[at:], deadline_ms=DROP_MS)
+                self._injected += store._thread.call(drop) == len(chain) - at
             return fetch(store, chain, out, **more)
 
-        self._patch(BlockingKVStore, "get_into", waits)
+        self._patch(BlockingKVStore, "get_into", late)
+
+    def _abort(self, phase: str, prompt: list[int]) -> None:
+        """A request for this prompt is aborted in the middle of a question, a load, a save, or a prompt that is being
+        computed; what it waits for goes on afterwards."""
+        held, waiting = threading.Event(), threading.Event()
+        verb = {"match": "match", "load": "get_into", "save": "put", "compute": "put"}[phase]
+        does = getattr(BlockingKVStore, verb)
+
+        def waits(store: BlockingKVStore, *arguments: Any, **more: Any) -> Any:
+            waiting.set()
+            if phase != "compute":
+                held.wait(HOLD_S)
+            return does(store, *arguments, **more)
+
+        self._patch(BlockingKVStore, verb, waits)
+        name = f"aborted-{phase}"
         engine = self._llm.llm_engine
-        engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4, detokenize=False))
+        engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4, detokenize=False))
         for _ in range(MOST_STEPS):
-            engine.step()
+            outputs = engine.step()
+            assert not any(output.outputs[0].token_ids for output in outputs), "it was too late to abort it"
             if waiting.is_set():
                 break
         assert waiting.is_set()
-        engine.abort_request(["aborted"])
+        engine.abort_request([name])
         engine.step()
         held.set()
         self._injected += 1

@@ -7,22 +7,14 @@ installs it.
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvstore.localset import stop
-from tests.support.cli import ROOT
-from tests.support.servers import short_directory
+from kvstore.localset import start, stop
+from tests.engines.enginerun import Engine, cached_of, model_at, says_something, some_tokens, tokens_of
+from tests.support.cli import run
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -30,124 +22,65 @@ pytestmark = [
     pytest.mark.engines,
 ]
 
-BLOCK = 128
-PROCESS_DEADLINE_S = 600
-CAPACITY = "2GiB"
-IN_ONE_PROCESS = {"distributed_executor_backend": "uni"}
-"""Scheduler and worker in the test's process, where faults can reach them; vLLM's default is three processes."""
-
-
-@dataclass
-class Engine:
-    """What an engine process is to do."""
-
-    model: Path
-    rounds: list[dict[str, Any]]
-    root: Path
-    new_tokens: int = 16
-    several_processes: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
-    engine: dict[str, Any] = field(default_factory=dict)
-
-    def begin(self, name: str) -> Process:
-        request = {
-            "model": str(self.model), "rounds": self.rounds, "new_tokens": self.new_tokens,
-            "settings": {"store": str(self.root / "kv"), "start": True, "capacity": CAPACITY,
-                         "get_deadline_ms": 20_000, "match_deadline_ms": 20_000, "put_deadline_ms": 40_000,
-                         **self.settings},
-            "engine": {**({} if self.several_processes else IN_ONE_PROCESS), **self.engine},
-        }
-        return Process(self.root / name, request, self.several_processes)
-
-    def run(self, name: str) -> list[dict[str, Any]]:
-        return self.begin(name).answer()
-
-
-class Process:
-    """An engine process under way."""
-
-    def __init__(self, place: Path, request: dict[str, Any], several_processes: bool) -> None:
-        self._place = place
-        place.with_suffix(".request").write_text(json.dumps(request))
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-        environment |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if several_processes else "0",
-        }
-        with place.with_suffix(".log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engines.drive", str(place.with_suffix(".request")),
-                 str(place.with_suffix(".answer"))],
-                cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )
-
-    def answer(self) -> list[dict[str, Any]]:
-        try:
-            code = self._process.wait(PROCESS_DEADLINE_S)
-        finally:
-            self._process.kill()
-        assert code == 0, self._place.with_suffix(".log").read_text(errors="replace")[-6000:]
-        answer: list[dict[str, Any]] = json.loads(self._place.with_suffix(".answer").read_text())
-        return answer
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with short_directory() as path:
-        yield path
-        if (path / "kv" / "cluster.toml").exists():
-            stop(str(path / "kv"))
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-def model_at(name: str, models: Path) -> Path:
-    from tests.engines.models import model_at as made
-
-    return made(name, models)
-
-
-def some_tokens(count: int, seed: int, vocabulary: int = 512) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, vocabulary) for _ in range(count)]
-
-
-def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
-    return [output["tokens"] for output in answer["outputs"]]
-
-
-def cached_of(answer: dict[str, Any]) -> list[int]:
-    return [output["cached"] for output in answer["outputs"]]
-
-
-def says_something(tokens: Sequence[int]) -> bool:
-    """A model that repeats itself could not show that its cache is wrong."""
-    return len(set(tokens)) >= len(tokens) // 2
+STEPS = {"max_num_batched_tokens": 256}
+"""A prompt of 1,000 tokens takes four steps."""
 
 
 def test_llama_two_engines_share_one_local_store_and_a_third_goes_on_from_both(root: Path, models: Path) -> None:
     model = model_at("llama", models)
     prompts = [some_tokens(1000, 1), some_tokens(1000, 2)]
-    both = [Engine(model, [{"prompts": [prompt]}], root, several_processes=True).begin(f"e{number}")
+    both = [Engine(model, [{"prompts": [prompt]}], root, several_processes=True, engine=STEPS).begin(f"e{number}")
             for number, prompt in enumerate(prompts)]
     cold = [process.answer()[0] for process in both]
     assert [cached_of(answer) for answer in cold] == [[0], [0]]
     assert [answer["counts"]["save_blocks"] for answer in cold] == [7, 7]
 
-    aborted, both_at_once = Engine(model, [
-        {"prompts": [prompts[0]], "before": [["abort", prompts[1]]]}, {"prompts": prompts},
-    ], root).run("third")
+    phases = {"match": prompts[1], "load": prompts[1], "compute": some_tokens(1000, 91), "save": some_tokens(1000, 92)}
+    *aborted, both_at_once, evicted, mended = Engine(model, [
+        *({"prompts": [prompts[0]], "before": [["abort", phase, prompt]]} for phase, prompt in phases.items()),
+        {"prompts": prompts},
+        {"prompts": [prompts[0]], "before": [["evict", 5]]},
+        {"prompts": [prompts[0]]},
+    ], root, engine=STEPS).run("third")
 
-    assert aborted["injected"] == 1
-    assert cached_of(aborted) == [896]
+    # After an abort in any phase every page is free again (the driver sees to that), and others are served.
+    for answer in aborted:
+        assert answer["injected"] == 1
+        assert cached_of(answer) == [896]
+        assert tokens_of(answer) == tokens_of(cold[0])
     assert cached_of(both_at_once) == [896, 896]
     assert tokens_of(both_at_once) == [tokens_of(answer)[0] for answer in cold]
-    assert tokens_of(aborted) == tokens_of(cold[0])
     assert all(says_something(tokens) for tokens in tokens_of(both_at_once))
+    assert both_at_once["counts"]["saved_ms"] + both_at_once["counts"].get("wasted_ms", 0) > 0
+    # What was evicted after the question is computed, and stored again.
+    assert evicted["injected"] == 1
+    assert evicted["counts"]["load_failed_missing"] == 1
+    assert evicted["counts"]["save_blocks"] == 2
+    assert cached_of(evicted) == [640]
+    assert tokens_of(evicted) == tokens_of(cold[0])
+    assert cached_of(mended) == [896]
+    assert tokens_of(mended) == tokens_of(cold[0])
+
+
+def test_llama_with_a_store_that_is_full_saves_nothing_more_and_says_the_same(root: Path, models: Path) -> None:
+    model = model_at("llama", models)
+    short, long = some_tokens(500, 51), some_tokens(1000, 52)
+    store = str(root / "kv")
+    start(store, 2 << 30)
+    stop(store)
+    for words in (["add", "acme"], ["quota", "acme", "500KB"]):
+        assert run("tenant", *words, store=store).code == 0
+    saved, refused, found, not_found = Engine(model, [
+        {"prompts": [short]}, {"prompts": [long]}, {"prompts": [short]}, {"prompts": [long]},
+    ], root, settings={"tenant": "acme"}).run("only")
+
+    assert saved["counts"]["save_blocks"] == 3
+    assert refused["counts"]["save_failed_blocks"] == 7
+    assert refused["counts"].get("save_blocks", 0) == 0
+    assert cached_of(found) == [384]
+    assert tokens_of(found) == tokens_of(saved)
+    assert cached_of(not_found) == [0]
+    assert tokens_of(not_found) == tokens_of(refused)
 
 
 def test_gpt_oss_every_failure_is_recomputed_to_the_same_tokens(root: Path, models: Path) -> None:

@@ -22,7 +22,8 @@ with warnings.catch_warnings():
         SlidingWindowSpec,
     )
 
-    from kvstore.connectors.vllm import KVStoreConnector, _group_of, _unsupported
+    from kvstore.connectors.vllm import KVStoreConnector
+    from kvstore.connectors.vllm.identity import group_of, unsupported
 
 import torch
 
@@ -53,10 +54,10 @@ def caches(*specs: Any) -> Any:
 
 def test_full_attention_windows_and_compressed_caches_are_served() -> None:
     full, window = FullAttentionSpec(**SIZES), SlidingWindowSpec(**SIZES, sliding_window=40)
-    assert _group_of(full) == Group(16)
-    assert _group_of(window) == Group(16, 40)
-    assert _group_of(MLAAttentionSpec(**SIZES)) == Group(16)
-    assert _unsupported(config(), caches(full, window)) is None
+    assert group_of(full) == Group(16)
+    assert group_of(window) == Group(16, 40)
+    assert group_of(MLAAttentionSpec(**SIZES)) == Group(16)
+    assert unsupported(config(), caches(full, window)) is None
 
 
 @pytest.mark.parametrize("spec", [
@@ -66,7 +67,7 @@ def test_full_attention_windows_and_compressed_caches_are_served() -> None:
     FullAttentionSpec(**SIZES, non_causal=True),
 ])
 def test_other_caches_are_left_alone(spec: Any) -> None:
-    reason = _unsupported(config(), caches(FullAttentionSpec(**SIZES), spec))
+    reason = unsupported(config(), caches(FullAttentionSpec(**SIZES), spec))
     assert reason == f"KV group 1 is of kind {type(spec).__name__}"
 
 
@@ -77,7 +78,7 @@ def test_other_caches_are_left_alone(spec: Any) -> None:
      "context parallelism"),
 ])
 def test_engines_that_could_be_told_wrong_bytes_are_left_alone(changes: dict[str, Any], reason: str) -> None:
-    found = _unsupported(config(**changes), caches(FullAttentionSpec(**SIZES)))
+    found = unsupported(config(**changes), caches(FullAttentionSpec(**SIZES)))
     assert found is not None
     assert found.startswith(reason)
 

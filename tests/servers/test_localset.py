@@ -16,7 +16,7 @@ from efs.nodedir import written_pid
 from efs.osio import SystemIo
 from kvstore.keys import Namespace
 from kvstore.layout import BlockLayout
-from kvstore.localset import PROCESSES, start, stop
+from kvstore.localset import PROCESSES, ServersNotStarted, start, stop
 from kvstore.store import KVStore
 from tests.support.servers import short_directory
 from tests.support.waiting import eventually
@@ -72,4 +72,23 @@ def test_whoever_comes_first_starts_the_servers_and_all_others_use_them(root: st
 
 def test_a_store_is_not_made_without_a_capacity(root: str) -> None:
     with pytest.raises(InvalidArgument, match="no capacity is given"):
+        start(root, None)
+
+
+def test_servers_are_nobodys_children_so_that_killing_an_engine_with_its_children_leaves_them(root: str) -> None:
+    start(root, CAPACITY)
+    started = set(pids(root))
+    assert len(started) == PROCESSES
+    for pid in started:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert parent != os.getpid()
+        assert os.getsid(pid or 0) != os.getsid(0)
+
+
+def test_a_server_that_cannot_start_is_told_at_once(root: str) -> None:
+    start(root, CAPACITY)
+    stop(root)
+    for node in (Path(root) / "nodes").iterdir():
+        (node / "node.toml").write_text("nonsense")
+    with pytest.raises(ServersNotStarted, match=r"servers\.log"):
         start(root, None)

@@ -34,6 +34,11 @@ class Span:
     def stop(self) -> int:
         return self.start + len(self.pages)
 
+    def leading(self, blocks: int) -> Span:
+        """The first blocks of this span."""
+        return Span(self.group, self.start, self.hashes_from, self.hashes[: self.start - self.hashes_from + blocks],
+                    self.pages[:blocks])
+
     def chain(self, namespace: Namespace) -> Chain:
         """Keys of the span's blocks, in order."""
         whole = namespace.bind(self.hashes, self.hashes_from)

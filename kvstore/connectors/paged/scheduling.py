@@ -32,6 +32,7 @@ from kvstore.connectors.paged.counts import Counts
 from kvstore.connectors.paged.hits import Group, find_hit
 from kvstore.connectors.paged.jobs import LoadJob, LoadResult, SaveJob, Span, StepJobs, span_of
 from kvstore.connectors.paged.link import BlockStore, LazyStore, Worker, reason_of
+from kvstore.connectors.paged.savings import Savings
 from kvstore.connectors.paged.settings import PagedSettings
 from kvstore.keys import Namespace
 
@@ -54,8 +55,13 @@ class EngineRequest(Protocol):
     mm_features: Sequence[Any]
     kv_transfer_params: Mapping[str, Any] | None
 
+    num_prompt_tokens: int
+
     @property
     def num_tokens(self) -> int: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +93,26 @@ class _Followed:
     failures: int = 0
     limit_tokens: int | None = None
     loading_tokens: int = 0
+    loading_since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """The rest of a prompt is being computed: from which token on, since when."""
+
+    request: EngineRequest
+    first: int
+    since: float
 
 
 class Scheduling:
     """See the module docstring. Used by the engine's thread."""
 
-    def __init__(self, store: LazyStore, table: SpaceTable, settings: PagedSettings, counts: Counts) -> None:
+    def __init__(self, store: LazyStore, table: SpaceTable, settings: PagedSettings, counts: Counts,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._savings = Savings(counts)
+        self._prefills: dict[str, _Prefill] = {}
         self._store = store
         self._table = table
         self._settings = settings
@@ -110,7 +130,7 @@ class Scheduling:
         """Tokens behind the first `local_tokens` that can be loaded; None: ask again."""
         followed = self._followed.get(request.request_id)
         if followed is None:
-            reason = _left_alone(request)
+            reason = left_alone(request)
             if reason is not None:
                 self._counts.add(f"bypassed_{reason}")
                 return 0
@@ -126,7 +146,7 @@ class Scheduling:
                 self._answered.wait_for(lambda: asked.tokens is not None, FIRST_WAIT_S)
         tokens = answer.tokens
         if tokens is None:
-            if time.monotonic() < answer.give_up_at:
+            if self._clock() < answer.give_up_at:
                 return None
             self._counts.add("match_failed_late")
             tokens = 0
@@ -144,7 +164,7 @@ class Scheduling:
         return max(0, known - known % self._table.align)
 
     def _ask(self, request: EngineRequest, limit: int) -> _Answer:
-        answer = _Answer(time.monotonic() + self._settings.config.match_deadline_ms / 1000)
+        answer = _Answer(self._clock() + self._settings.config.match_deadline_ms / 1000)
         hashes = tuple(request.block_hashes[: limit // self._table.hash_tokens])
         self._turn = (self._turn + 1) % MATCHERS
         with self._answered:
@@ -198,6 +218,7 @@ class Scheduling:
             spans.append(self._span(request, index, start, pages[index][start : needed.stop]))
         self._loads.append(LoadJob(request.request_id, tuple(spans)))
         followed.loading_tokens = tokens
+        followed.loading_since = self._clock()
         self._counts.add("hit_tokens", tokens)
 
     def _span(self, request: EngineRequest, index: int, start: int, pages: Sequence[int]) -> Span:
@@ -213,15 +234,50 @@ class Scheduling:
         if followed.loading_tokens:
             followed.failures += 1
             self._counts.add("lost_tokens", followed.loading_tokens)
+            self._savings.failed(self._clock() - followed.loading_since)
             followed.loading_tokens = 0
             followed.limit_tokens = result.good_tokens
         followed.limit_tokens = min(result.good_tokens, followed.limit_tokens or 0)
         followed.saved_tokens = min(followed.saved_tokens, result.good_tokens)
 
+    def loaded(self, request_id: str) -> None:
+        """A load of a request has ended on every rank; those that did not end well were told before."""
+        followed = self._followed.get(request_id)
+        if followed is not None and followed.loading_tokens:
+            self._savings.loaded(followed.loading_tokens, self._clock() - followed.loading_since)
+            followed.loading_tokens = 0
+
+    # -- what computing takes
+
+    def _measure(self, scheduled: Mapping[str, int]) -> None:
+        """Begin and end measurements of prompts that are computed."""
+        for request_id in list(self._prefills):
+            self._measured(request_id)
+        now = self._clock()
+        for request_id in scheduled:
+            followed = self._followed.get(request_id)
+            if followed is None or request_id in self._prefills:
+                continue
+            request = followed.request
+            if request.num_computed_tokens < request.num_prompt_tokens and not request.num_output_tokens:
+                self._prefills[request_id] = _Prefill(request, request.num_computed_tokens, now)
+
+    def _measured(self, request_id: str) -> None:
+        prefill = self._prefills.get(request_id)
+        if prefill is None:
+            return
+        if prefill.request.num_output_tokens:
+            del self._prefills[request_id]
+            self._savings.computed(prefill.request.num_prompt_tokens - prefill.first, self._clock() - prefill.since)
+        elif prefill.request.num_computed_tokens < prefill.first:
+            # Preempted: it begins anew.
+            del self._prefills[request_id]
+
     # -- what is saved
 
     def step(self, scheduled: Mapping[str, int], pages_of: Callable[[str], Sequence[Sequence[int]] | None]) -> StepJobs:
         """The jobs of a step that computes so many tokens of each request."""
+        self._measure(scheduled)
         saves = []
         for request_id, count in scheduled.items():
             followed = self._followed.get(request_id)
@@ -259,6 +315,8 @@ class Scheduling:
 
     def ended(self, request_id: str) -> None:
         """The request has finished or was aborted."""
+        self._measured(request_id)
+        self._prefills.pop(request_id, None)
         self._followed.pop(request_id, None)
 
     def close(self) -> None:
@@ -266,7 +324,8 @@ class Scheduling:
             matcher.stop(0.0)
 
 
-def _left_alone(request: EngineRequest) -> str | None:
+def left_alone(request: EngineRequest) -> str | None:
+    """Why the store has no part in a request; None when it has."""
     if request.lora_request is not None:
         return "lora"
     if request.mm_features:

@@ -23,12 +23,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from efs.errors import EfsError
+from kvstore.connectors.paged.bounds import PieceBuffer, WaitingBytes
 from kvstore.connectors.paged.counts import Counts
 from kvstore.connectors.paged.jobs import LoadJob, LoadResult, SaveJob, Span, page_runs
-from kvstore.connectors.paged.link import LazyStore, Worker, reason_of
+from kvstore.connectors.paged.link import LazyStore, Worker
 from kvstore.connectors.paged.pages import GroupPages
 from kvstore.connectors.paged.settings import PagedSettings
+from kvstore.connectors.paged.verbs import fetch, put
 from kvstore.keys import Chain, Namespace
 
 _LOG: Final = logging.getLogger(__name__)
@@ -63,12 +64,12 @@ class PageTransfers:
         self._counts = counts
         self._loaders = [Worker(f"kvstore-load-{number}") for number in range(LOADERS)]
         self._saver = Worker("kvstore-save")
-        self._buffers = threading.local()
+        self._buffer = PieceBuffer(settings.piece_bytes)
+        self._waiting = WaitingBytes(settings.save_queue_bytes)
         self._changed = threading.Condition()
         self._loading = 0
         self._turn = 0
         self._finished: list[LoadResult] = []
-        self._waiting_bytes = 0
 
     # -- loads
 
@@ -107,7 +108,6 @@ class PageTransfers:
             try:
                 self._load_span(span)
             except _LoadFailed as failure:
-                self._counts.add(f"load_failed_{failure.reason}")
                 _LOG.info("a load for %s failed at block %d of group %d: %s", job.request_id, failure.block, span.group,
                           failure.reason)
                 block_tokens = self._groups[span.group].namespace.layout.block_tokens
@@ -115,34 +115,18 @@ class PageTransfers:
         return LoadResult(job.request_id, ok=True)
 
     def _load_span(self, span: Span) -> None:
-        store = self._store.get()
-        if store is None:
-            raise _LoadFailed(span.start, "unreachable")
         group = self._groups[span.group]
         layout = group.namespace.layout
         chain = span.chain(group.namespace)
         for first, stop in page_runs(span.pages, max(1, self._settings.piece_bytes // layout.block_bytes)):
             pages = span.pages[first:stop]
             in_place = group.pages.direct(pages)
-            target = self._buffer(len(pages) * layout.block_bytes) if in_place is None else in_place
-            try:
-                report = store.get_into(chain[first:stop], target)
-            except EfsError as error:
-                _LOG.warning("the KV store failed: %s", error)
-                raise _LoadFailed(span.start + first, reason_of(error)) from error
-            if report.blocks < len(pages):
-                raise _LoadFailed(span.start + first + report.blocks, "corrupt" if report.corrupt else "missing")
+            target = self._buffer.of(len(pages) * layout.block_bytes) if in_place is None else in_place
+            fetched = fetch(self._store, chain[first:stop], target, self._counts)
+            if fetched.reason is not None:
+                raise _LoadFailed(span.start + first + fetched.leading, fetched.reason)
             if in_place is None:
                 group.pages.scatter(pages, target)
-            self._counts.add("load_bytes", report.bytes)
-
-    def _buffer(self, size: int) -> NDArray[np.uint8]:
-        """This thread's own memory, of at least one piece, touched once."""
-        held: NDArray[np.uint8] | None = getattr(self._buffers, "held", None)
-        if held is None or held.size < size:
-            held = np.zeros(max(size, self._settings.piece_bytes), np.uint8)
-            self._buffers.held = held
-        return held[:size]
 
     # -- saves
 
@@ -153,45 +137,24 @@ class PageTransfers:
             block_bytes = group.namespace.layout.block_bytes
             chain = span.chain(group.namespace)
             for first, stop in page_runs(span.pages, max(1, self._settings.piece_bytes // block_bytes)):
-                room = self._reserve(stop - first, block_bytes)
+                room = self._waiting.reserve(stop - first, block_bytes)
                 self._counts.add("save_dropped_blocks", stop - first - room)
                 self._counts.add("save_begun_blocks", room)
                 if room:
                     blocks = group.pages.gather(span.pages[first : first + room])
                     self._saver.submit(partial(self._save, chain[first : first + room], blocks))
 
-    def _reserve(self, blocks: int, block_bytes: int) -> int:
-        """How many of these blocks may wait, counted as waiting."""
-        with self._changed:
-            room = max(0, min(blocks, (self._settings.save_queue_bytes - self._waiting_bytes) // block_bytes))
-            self._waiting_bytes += room * block_bytes
-        return room
-
     def _save(self, chain: Chain, blocks: NDArray[np.uint8]) -> None:
         try:
-            store = self._store.get()
-            if store is None:
-                self._counts.add("save_failed_unreachable")
-                self._counts.add("save_failed_blocks", len(chain))
-                return
-            report = store.put(chain, blocks)
-            self._counts.add("save_blocks", report.acked)
-            self._counts.add("save_bytes", report.acked * chain.layout.block_bytes)
-            self._counts.add("save_already_blocks", report.already)
-            self._counts.add("save_failed_blocks", report.failed)
-        except Exception as error:
-            _LOG.warning("blocks were not stored: %r", error)
-            self._counts.add(f"save_failed_{reason_of(error)}")
-            self._counts.add("save_failed_blocks", len(chain))
+            put(self._store, chain, blocks, self._counts)
         finally:
-            with self._changed:
-                self._waiting_bytes -= blocks.size
+            self._waiting.release(blocks.size)
 
     # -- end
 
     def close(self) -> None:
         """Store what is waiting, within the drain time, and end the threads. Loads under way are given up."""
         if not self._saver.stop(self._settings.drain_ms / 1000):
-            _LOG.warning("%d bytes were not stored before the end", self._waiting_bytes)
+            _LOG.warning("%d bytes were not stored before the end", self._waiting.bytes)
         for loader in self._loaders:
             loader.stop(0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,9 +41,12 @@ class Request:
     mm_features: Sequence[Any] = ()
     kv_transfer_params: Mapping[str, Any] | None = None
     block_hashes: Sequence[bytes] = field(default_factory=list)
+    num_output_tokens: int = 0
+    num_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.block_hashes = hashes(self.num_tokens // TOKENS)
+        self.num_prompt_tokens = self.num_tokens
 
 
 def hashes(count: int) -> list[bytes]:
@@ -58,8 +62,9 @@ class Rig:
         table = SpaceTable((FULL, WINDOW), RANKS, TOKENS, TOKENS)
         link = LazyStore(lambda: self.store, self.counts)
         link.open()
-        self.scheduling = Scheduling(link, table,
-                                     read_settings({"store": "cluster.toml", **more}, environ={}), self.counts)
+        self.now: float | None = None
+        self.scheduling = Scheduling(link, table, read_settings({"store": "cluster.toml", **more}, environ={}),
+                                     self.counts, lambda: time.monotonic() if self.now is None else self.now)
         self.pages: dict[str, Sequence[Sequence[int]]] = {}
 
     def put(self, blocks: int, *, rank: int | None = None, group: int | None = None) -> None:
@@ -255,6 +260,54 @@ def test_a_store_that_fails_is_a_miss(rig: Rig, error: Exception) -> None:
     rig.store.before = fail
     assert rig.matched(Request("r", 160)) == 0
     assert rig.counts.total["match_failed_unknown"] == 1
+
+
+def test_what_a_load_saves_is_told_when_computing_has_been_measured(rig: Rig) -> None:
+    rig.put(6)
+    computed, loads = Request("c", 128), Request("r", 160)
+    tokens = rig.matched(loads)
+    rig.matched(computed)
+    rig.now = 100.0
+    rig.step({"c": 64})
+    rig.allocated(loads, tokens)
+    rig.now = 100.5
+    rig.scheduling.loaded("r")
+    assert "saved_ms" not in rig.counts.total
+    rig.step({"c": 64})
+    rig.now = 101.28
+    computed.num_output_tokens = 1
+    rig.scheduling.ended("c")
+    # 128 tokens took 1,280 ms, so 96 tokens 960 ms, and the load of them 500.
+    assert rig.counts.total["saved_ms"] == 460
+
+
+def test_time_of_a_load_that_failed_is_wasted_once(rig: Rig) -> None:
+    rig.put(6)
+    request = Request("r", 160)
+    tokens = rig.matched(request)
+    rig.now = 7.0
+    rig.allocated(request, tokens)
+    rig.now = 7.25
+    for _ in range(2):
+        rig.scheduling.failed(LoadResult("r", ok=False, good_tokens=0))
+    rig.scheduling.loaded("r")
+    assert rig.counts.total["wasted_ms"] == 250
+    assert "saved_ms" not in rig.counts.total
+
+
+@pytest.mark.parametrize("outcome", ["aborted", "preempted"])
+def test_a_prompt_that_is_not_computed_to_its_end_measures_nothing(rig: Rig, outcome: str) -> None:
+    request = Request("r", 160)
+    rig.matched(request)
+    request.num_computed_tokens = 16
+    rig.step({"r": 100})
+    if outcome == "preempted":
+        request.num_computed_tokens = 0
+        rig.step({})
+        request.num_output_tokens = 1
+    rig.scheduling.ended("r")
+    rig.scheduling._savings.loaded(96, 0.0)
+    assert "saved_ms" not in rig.counts.total
 
 
 def test_requests_that_ended_are_forgotten(rig: Rig) -> None:

@@ -1,42 +1,23 @@
-"""The store as vLLM's KV cache backend: a connector of vLLM's own interface (version 1), written for vLLM 0.32.
-
-    vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config '{
-        "kv_connector": "KVStoreConnector", "kv_connector_module_path": "kvstore.connectors.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": "/var/lib/kv", "start": true, "capacity": "100GiB"}}'
+"""Connector A: the store behind vLLM's own prefix cache, by vLLM's connector interface (version 1).
 
 vLLM makes one connector in the scheduler's process and one in each worker's. A worker knows how its pages lie, so it
 makes the namespaces and hands them to the scheduler in vLLM's handshake. What the two then do stands in
 `kvstore.connectors.paged`: `Scheduling` and `PageTransfers`. This module translates.
 
-*What is in a namespace.* vLLM's version and hash function (they make the block hashes), the model's configuration as
-vLLM runs it, dtype, quantisation, the weights, tensor- and pipeline-parallel rank and size, the KV group, and of each
-page the layers, the order of dimensions and the element type. Also the attention backend and the kind of processor:
-some backends choose the order of bytes inside a page by what the processor can do (on CPUs by AMX), and no shape
-tells.
-
 *Loads are asynchronous and fail as a whole.* With several KV groups vLLM cannot be told single bad blocks, so a failed
 load is reported as a failed receive; vLLM forgets the pages and asks again, and `Scheduling` then offers what is left.
 That needs kv_load_failure_policy "recompute"; anything else ends requests, and is refused at the start.
-
-*What is not served.* Models whose cache is not made of full-attention and sliding-window groups (state space, cross
-attention, chunked attention), speculative decoding, context parallelism, hashes that can collide or differ between
-processes, weights that cannot be told: the connector says so once and does nothing; the engine runs as without it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, Final
 
 import torch
 from prometheus_client import Counter as PrometheusCounter
-from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -47,35 +28,31 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
 
 from efs.errors import EfsError, InvalidArgument
 from kvstore.connectors.paged.counts import Counts
-from kvstore.connectors.paged.hits import Group
 from kvstore.connectors.paged.jobs import LoadResult, StepJobs
 from kvstore.connectors.paged.link import LazyStore
 from kvstore.connectors.paged.pages import group_pages
 from kvstore.connectors.paged.scheduling import Scheduling, SpaceTable
-from kvstore.connectors.paged.settings import PagedSettings, read_settings
+from kvstore.connectors.paged.settings import read_settings
 from kvstore.connectors.paged.transfers import PageSpace, PageTransfers
-from kvstore.connectors.paged.weights import weights_of
+from kvstore.connectors.vllm.identity import (
+    fingerprint,
+    group_of,
+    kind_of,
+    opener,
+    parallel_of,
+    tenant_of,
+    unsupported,
+    weights_name,
+)
 from kvstore.keys import Namespace
-from kvstore.localset import start
-from kvstore.store import BlockingKVStore
-from kvstore.tenants import find_tenant
 
 _LOG: Final = logging.getLogger(__name__)
-REPRODUCIBLE_HASHES: Final = ("sha256", "sha256_cbor")
 IDLE_WAIT_S: Final = 0.005
 """Most that a step with nothing to compute waits for a load: it leaves the processor to the load."""
-_PASSING: Final = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
 @dataclass
@@ -152,7 +129,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._transfers: PageTransfers | None = None
         self._spaces: tuple[PageSpace, ...] = ()
         self._failed: list[LoadResult] = []
-        reason = "the setting bypass" if self._settings.config.bypass else _unsupported(vllm_config, kv_cache_config)
+        reason = "the setting bypass" if self._settings.config.bypass else unsupported(vllm_config, kv_cache_config)
         self._active = reason is None
         if reason is not None:
             _LOG.warning("the KV store is not used: %s", reason)
@@ -175,23 +152,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._active = False
             return
         self._spaces = spaces
-        self._store = LazyStore(_opener(self._settings), self._counts)
+        self._store = LazyStore(opener(self._settings), self._counts)
         self._store.open()
         self._transfers = PageTransfers(self._store, spaces, self._settings, self._counts)
 
     def _page_spaces(self, kv_caches: Mapping[str, torch.Tensor]) -> tuple[PageSpace, ...]:
         config, settings = self._vllm_config, self._settings
-        weights = settings.weights or weights_of(config.model_config.model, _commit_of(config))
-        if weights is None:
-            raise InvalidArgument(f"which weights {config.model_config.model} has cannot be told: set weights")
-        tenant = None if settings.tenant is None else find_tenant(_root_of(settings), settings.tenant)
+        weights, tenant = weights_name(config, settings), tenant_of(settings)
         spaces = []
         for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
             pages = group_pages(kv_caches, group.layer_names, pages=self._kv_cache_config.num_blocks,
                                 block_tokens=group.kv_cache_spec.block_size,
-                                kind=_kind(config, group.layer_names))
+                                kind=kind_of(config, group.layer_names))
             namespace = Namespace(
-                _fingerprint(config), weights, pages.layout, _parallel(config), index,
+                fingerprint(config), weights, pages.layout, parallel_of(config), index,
                 None if tenant is None else tenant.name, 0 if tenant is None else tenant.generation,
                 None if tenant is None else tenant.secret,
             )
@@ -247,9 +221,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._active or len(ranks) != world:
             _LOG.warning("the KV store is not used: %d of %d workers can", len(ranks), world)
             return
-        groups = [_group_of(spec) for spec in specs]
+        groups = [group_of(spec) for spec in specs]
         align, hash_tokens = resolve_kv_cache_block_sizes(self._kv_cache_config, self._vllm_config)
-        self._store = LazyStore(_opener(self._settings), self._counts)
+        self._store = LazyStore(opener(self._settings), self._counts)
         self._store.open()
         table = SpaceTable(tuple(group for group in groups if group is not None), tuple(ranks), hash_tokens, align)
         self._scheduling = Scheduling(self._store, table, self._settings, self._counts)
@@ -271,10 +245,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return KVStoreMetadata(self._scheduling.step(scheduler_output.num_scheduled_tokens, state.get_block_ids))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduling is None:
+            return
         report = connector_output.kv_connector_worker_meta
-        if self._scheduling is not None and isinstance(report, KVStoreReport):
+        if isinstance(report, KVStoreReport):
             for result in report.failed:
                 self._scheduling.failed(result)
+        for request_id in connector_output.finished_recving or ():
+            self._scheduling.loaded(request_id)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -315,84 +293,3 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if store is not None:
             store.close()
             _LOG.info("the KV store's counts: %s", self._counts.total)
-
-
-def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why this engine is not served; None when it is."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    if cache.prefix_caching_hash_algo not in REPRODUCIBLE_HASHES:
-        return f"blocks are named by {cache.prefix_caching_hash_algo}, must be {' or '.join(REPRODUCIBLE_HASHES)}"
-    if vllm_config.speculative_config is not None:
-        return "speculative decoding"
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "context parallelism"
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        if not group.enable_kv_transfer or group.host_resident or _group_of(group.kv_cache_spec) is None:
-            return f"KV group {index} is of kind {type(group.kv_cache_spec).__name__}"
-    return None
-
-
-def _group_of(spec: Any) -> Group | None:
-    """What must be known of a KV group; None for one that is not served. Exact types: a subclass may mean anything."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        groups = {_group_of(inner) for inner in spec.kv_cache_specs.values()}
-        return groups.pop() if len(groups) == 1 else None
-    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
-        return None if spec.non_causal or spec.tokens_per_state != 1 else Group(spec.block_size)
-    if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens and spec.tokens_per_state == 1:
-        return Group(spec.block_size, spec.sliding_window)
-    return None
-
-
-def _kind(config: Any, layers: Sequence[str]) -> str:
-    """Who wrote the inside of these layers' pages, and on what kind of processor."""
-    context = config.compilation_config.static_forward_context
-    missing = [name for name in layers if name not in context]
-    if missing:
-        raise InvalidArgument(f"layer {missing[0]} is not known to the engine")
-    backends = sorted({context[name].get_attn_backend().get_name() for name in layers})
-    if current_platform.is_cpu():
-        amx = "+amx" if torch.cpu._is_amx_tile_supported() else ""
-        device = f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}{amx}"
-    else:
-        device = current_platform.get_device_name()
-    return f"vllm {'+'.join(backends)} {device}"
-
-
-def _fingerprint(config: Any) -> str:
-    """All of an engine's configuration that changes KV bytes or block hashes, apart from weights and pages."""
-    model = config.model_config
-    settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _PASSING}
-    facts = {
-        "vllm": vllm_version,
-        "hashes": config.cache_config.prefix_caching_hash_algo,
-        "dtype": str(model.dtype),
-        "cache_dtype": str(config.cache_config.cache_dtype),
-        "quantization": str(model.quantization),
-        "architecture": settings,
-    }
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return f"vllm/{blake2b(text.encode(), digest_size=32, person=b'kvstore/vllm').hexdigest()}"
-
-
-def _parallel(config: Any) -> tuple[int, int, int, int]:
-    parallel = config.parallel_config
-    size = parallel.tensor_parallel_size
-    stage, rank = divmod(parallel.rank, size)
-    return rank, size, stage % parallel.pipeline_parallel_size, parallel.pipeline_parallel_size
-
-
-def _commit_of(config: Any) -> str | None:
-    return getattr(config.model_config.hf_config, "_commit_hash", None)
-
-
-def _root_of(settings: PagedSettings) -> str:
-    return settings.store if settings.start else settings.store.rpartition("/")[0] or "."
-
-
-def _opener(settings: PagedSettings) -> Any:
-    def opened() -> BlockingKVStore:
-        file = start(settings.store, settings.config.capacity) if settings.start else settings.store
-        return BlockingKVStore(file, config=settings.config)
-
-    return opened
