@@ -30,8 +30,8 @@ from efs.contract import Landing, NodeTable, PutBatch, PutOutcome, Span, Version
 from efs.errors import InvalidArgument, NodeFull, NodeUnavailable, OutdatedMap, WireError
 from efs.limits import (
     IOV_MAX,
-    KIB,
     MAX_KEYS_PER_CALL,
+    MIB,
     WIRE_AHEAD_BYTES,
     WIRE_BODY_BYTES,
     WIRE_KEYS,
@@ -64,8 +64,8 @@ from efs.shard import header_bytes
 from efs.types import DropItem, ListPage, NodeInfo
 from efs.wire import Kind
 
-_AT_ONCE_BYTES: Final = 512 * KIB
-"""More than a socket holds: naming places that nothing comes for costs time."""
+_AT_ONCE_BYTES: Final = 1 * MIB
+"""About what a socket holds: naming places that nothing comes for costs time."""
 _SPANS_AT_ONCE: Final = MAX_KEYS_PER_CALL
 _DROPS_AT_ONCE: Final = 16_384
 _DISCARD: Final = memoryview(bytearray(WIRE_AHEAD_BYTES))
