@@ -5,7 +5,7 @@ the payload of a put. The node is *suspect* while either of them is missing or o
 `efs.health` then leaves it alone.
 
 Nothing is answered from memory: `look_up_now`, `headers_now` and `views_now` say None. `read_now` reads the slab of a
-server on this machine that shares it, else it says False (docs/decisions/0013). A fetch over the wire takes three round
+server on this machine that shares it, else it says False (docs/decisions/0014). A fetch over the wire takes three round
 trips (docs/decisions/0009). Calls that are larger than a frame are sent in parts.
 
 *Reads.* The slots of all spans come as one sequence of bytes in the order of the spans, cut into pieces. Each byte goes
