@@ -44,6 +44,8 @@ async def examine(reads: UnitReads, keys: Sequence[bytes], unit: Unit, row: int)
     unit.computed[:, row] = False
     reads.good[:, block] = False
     unit.whole.clear()
+    unit.piecemeal = unit.losses = True
+    reads.stirred.add(unit)
     for shard in culprits:
         await _blame(reads, keys[block], unit, shard, row)
     for segment in range(len(reads.good)):

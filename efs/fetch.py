@@ -20,6 +20,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,9 @@ OnSegment = Callable[[int, int], None]
 
 YIELD_SECONDS = 0.004
 """The loop gets its turn after this much uninterrupted work."""
+
+FLUSH_REQUESTS = 64 * FANOUT
+"""Spans that are handed to the nodes before all are known: enough for them to do, few requests for a large fetch."""
 
 
 class Fetch:
@@ -85,7 +89,8 @@ class Fetch:
             for unit in units:
                 reads.ensure(unit, segment)
                 if self._context.clock.monotonic() - self._breathed > YIELD_SECONDS:
-                    reads.flush()
+                    if reads.queued >= FLUSH_REQUESTS:
+                        reads.flush()
                     await self._breathe()
             self._fire(reads)
         reads.flush()
@@ -235,26 +240,28 @@ class Fetch:
 
     async def _settle(self, reads: UnitReads, units: Sequence[Unit]) -> None:
         left = [unit for unit in units if unit.open.any()]
+        look_at = dict.fromkeys(left, 0.0)
+        slow: Sequence[bool] = ()
         while left and not self._deadline.passed():
             reads.event.clear()
             while reads.suspects:
                 unit, row = reads.suspects.pop()
                 if unit.open[row]:
                     await examine(reads, self._keys, unit, row)
-            wake_at: float | None = None
+            now = self._context.clock.monotonic()
+            before, slow = slow, self._context.lags.slow(now)
             for unit in left:
-                again = reads.advance(unit)
-                if again is not None:
-                    wake_at = again if wake_at is None else min(wake_at, again)
+                if unit in reads.stirred or look_at[unit] <= now or slow != before:
+                    again = reads.advance(unit)
+                    look_at[unit] = inf if again is None else again
                 if self._context.clock.monotonic() - self._breathed > YIELD_SECONDS:
                     await self._breathe()
             reads.flush()
             self._fire(reads)
             left = [unit for unit in left if unit.open.any()]
             if left and not reads.suspects:
-                now = self._context.clock.monotonic()
-                pause = self._deadline.left() if wake_at is None else min(self._deadline.left(), wake_at - now)
-                await self._wait(reads.event, pause)
+                wake_at = min(look_at[unit] for unit in left)
+                await self._wait(reads.event, min(self._deadline.left(), wake_at - self._context.clock.monotonic()))
         for unit in left:
             self._tally.missing += int(np.count_nonzero(unit.open & (unit.state == Shard.PENDING)))
             reads.kill(unit, unit.open.copy())

@@ -35,6 +35,7 @@ import msgspec
 from efs.errors import HandshakeFailed, InvalidArgument, OpenFailed, WireError
 from efs.limits import NONCE_BYTES, TOKEN_MAX_BYTES, TOKEN_MIN_BYTES, WIRE_HANDSHAKE_BYTES
 from efs.osio import Io, read_file
+from efs.sharedslab import SlabPlace
 from efs.wire import Kind
 
 
@@ -72,10 +73,12 @@ class Proof(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
-    """What the server says of the node. durability: "process" or "power"."""
+    """What the server says of the node. durability: "process" or "power". slab: what a client of the same machine may
+    read by itself (`efs/sharedslab.py`); None on a connection that other machines can have."""
 
     node_index: int
     durability: str
+    slab: SlabPlace | None = None
 
 
 Message = Hello | Challenge | Proof | Welcome

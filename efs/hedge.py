@@ -17,7 +17,9 @@ Times are seconds on the caller's monotonic scale.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 import numpy as np
@@ -46,6 +48,12 @@ class Shard:
     LOST: Final = 3
 
 
+_WEIGHTS: Final = 4 ** np.arange(STRIPE_SHARDS, dtype=np.int32)
+"""The states of a block's shards as one number, two bits each."""
+_ONES: Final = sum(1 << 2 * shard for shard in range(STRIPE_SHARDS))
+_DATA_ONES: Final = sum(1 << 2 * shard for shard in range(DATA_SHARDS))
+
+
 class Budget:
     """Token bucket: every shard that is asked earns a tenth of a token, a speculative one costs a whole."""
 
@@ -66,37 +74,48 @@ class Budget:
 
 
 class Lags:
-    """How many seconds later than most of its unit each node's shards arrive; decaying maximum by node."""
+    """How many seconds later than most of its unit each node's shards arrive; decaying maximum by node. Twelve plain
+    floats: asked so often that arrays of twelve would show."""
 
     def __init__(self) -> None:
-        self._lag = np.zeros(STRIPE_SHARDS)
-        self._seen_at = np.zeros(STRIPE_SHARDS)
+        self._lag = [0.0] * STRIPE_SHARDS
+        self._seen_at = [0.0] * STRIPE_SHARDS
         self._settled = False
 
     def observe(self, node_index: int, lag: float, now: float) -> None:
         """A shard came `lag` seconds late (0 when it was among the first), or had not come after that long."""
-        current = float(self.expected(now)[node_index])
+        current = self._expected(node_index, now)
         self._lag[node_index] = lag if lag > current else current + 0.3 * (lag - current)
         self._seen_at[node_index] = now
         self._settled = True
 
-    def expected(self, now: float) -> NDArray[np.float64]:
-        """(12,) seconds by node."""
-        age = np.maximum(0.0, now - self._seen_at)
-        decayed: NDArray[np.float64] = self._lag * 0.5 ** (age / LAG_HALF_LIFE_SECONDS)
-        return decayed
+    def _expected(self, node_index: int, now: float) -> float:
+        lag = self._lag[node_index]
+        if not lag:
+            return lag
+        age = max(0.0, now - self._seen_at[node_index])
+        return float(lag * 0.5 ** (age / LAG_HALF_LIFE_SECONDS))
+
+    def expected(self, now: float) -> list[float]:
+        """Seconds by node."""
+        return [self._expected(node_index, now) for node_index in range(STRIPE_SHARDS)]
 
     def grace(self, now: float) -> float:
         """Seconds to wait for a lagging shard: twice the usual lag of a node, within the limits; the initial grace
         before anything was observed. The usual lag is the median over nodes, so one slow node does not stretch it."""
+        return self._grace(self.expected(now))
+
+    def _grace(self, expected: Sequence[float]) -> float:
         if not self._settled:
             return INITIAL_LAG_GRACE_MS / 1000
-        usual = float(np.median(self.expected(now)))
+        usual = median(expected)
         return min(max(2 * usual, MIN_LAG_GRACE_MS / 1000), MAX_LAG_GRACE_MS / 1000)
 
-    def slow(self, now: float) -> NDArray[np.bool_]:
-        """(12,) by node: waiting for it is known to be pointless."""
-        return self.expected(now) > self.grace(now)
+    def slow(self, now: float) -> tuple[bool, ...]:
+        """By node: waiting for it is known to be pointless."""
+        expected = self.expected(now)
+        grace = self._grace(expected)
+        return tuple([lag > grace for lag in expected])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +140,14 @@ class Unit:
     state: (12, rows) uint8 by shard index, values of `Shard`. computed: (12, rows) bool, in hand by rebuilding.
     open: (rows,) bool, blocks still being worked on. contiguous: by node the location of the first block where all of
     them lie in neighbouring slots, else -1. shown: by node a view of those slots, where it has them in memory.
-    whole: shards that came at once for every row. rebuilds: how often a rebuilt block disagreed with
-    its header.
+    whole: shards that came at once for every row. flying: requests under way. piecemeal: whether `flying` and `whole`
+    do not tell all: something was asked, moved or rebuilt row by row. losses: whether a shard of some row was ever
+    lost. rebuilds: how often a rebuilt block disagreed with its header.
     """
 
     __slots__ = (
-        "computed", "contiguous", "late_from", "open", "rebuilds", "retried", "rotation", "shown",
-        "spare", "start", "state", "stop", "whole",
+        "computed", "contiguous", "flying", "late_from", "losses", "open", "piecemeal", "rebuilds", "retried",
+        "rotation", "shown", "spare", "start", "state", "stop", "whole",
     )
 
     def __init__(self, start: int, stop: int, rotation: int, spare: int) -> None:
@@ -138,6 +158,8 @@ class Unit:
         self.state = np.zeros((STRIPE_SHARDS, stop - start), np.uint8)
         self.computed = np.zeros((STRIPE_SHARDS, stop - start), np.bool_)
         self.open = np.ones(stop - start, np.bool_)
+        self.flying = 0
+        self.piecemeal = self.losses = False
         self.rebuilds = 0
         self.retried: set[tuple[int, int]] = set()
         self.whole: set[int] = set()
@@ -161,45 +183,72 @@ class Unit:
         self.retried.add((shard, row))
         return True
 
+    def patterns(self) -> Iterator[tuple[_Pattern, NDArray[np.bool_]]]:
+        """The open rows by the states of their shards: most of the time they are all alike."""
+        codes = _WEIGHTS @ self.state
+        alike = codes[self.open]
+        if not len(alike):
+            return
+        if (alike == alike[0]).all():
+            yield _Pattern.of(int(alike[0])), self.open.copy()
+            return
+        for code in np.unique(alike).tolist():
+            yield _Pattern.of(code), self.open & (codes == code)
+
     def note_arrival(self, now: float) -> None:
         """Remember when the first open block had at most two shards outstanding; the lag grace runs from there."""
-        if self.late_from is None:
-            pending = (self.state == Shard.PENDING).sum(axis=0)
-            if (pending[self.open] <= STRIPE_SHARDS - DATA_SHARDS).any():
-                self.late_from = now
+        if self.late_from is None and any(pattern.few_pending for pattern, _ in self.patterns()):
+            self.late_from = now
 
     def decide(self, now: float, lags: Lags) -> Decision:
         """The next step for the open rows; see the module docstring."""
-        have = self.state == Shard.HAVE
-        pending = self.state == Shard.PENDING
-        unasked = self.state == Shard.UNASKED
-        in_hand = have.sum(axis=0)
-        dead = self.open & (in_hand + pending.sum(axis=0) + unasked.sum(axis=0) < DATA_SHARDS)
-        live = self.open & ~dead
-        missing = ~have[:DATA_SHARDS]
-        enough = live & (in_hand >= DATA_SHARDS) & missing.any(axis=0)
-        waiting = pending & live
+        slow = self._slow(lags.slow(now))
         grace = lags.grace(now)
-        slow = np.roll(lags.slow(now), -self.rotation)
+        rebuild, dead = np.zeros_like(self.open), np.zeros_like(self.open)
+        unasked = waiting = 0
+        urgent = worth_asking = False
         over = self.late_from is not None and now - self.late_from >= grace
-        worth_waiting = waiting[:DATA_SHARDS] & ~slow[:DATA_SHARDS, None]
-        rebuild = enough & (over | ~worth_waiting.any(axis=0))
-        ask, speculative = self._ask(live, unasked, waiting, slow, over)
-        wake_at = None
-        if self.late_from is not None and not over and waiting.any():
-            wake_at = self.late_from + grace
-        return Decision(ask, speculative, rebuild, dead, wake_at)
+        for pattern, rows in self.patterns():
+            if (pattern.have | pattern.pending | pattern.unasked).bit_count() < DATA_SHARDS:
+                dead |= rows
+                continue
+            unasked |= pattern.unasked
+            waiting |= pattern.pending
+            worth_waiting = not over and pattern.pending & _DATA_ONES & ~slow
+            if pattern.have.bit_count() >= DATA_SHARDS and _DATA_ONES & ~pattern.have and not worth_waiting:
+                rebuild |= rows
+            lost = pattern.lost.bit_count()
+            lagging = (pattern.pending if over else pattern.pending & slow).bit_count()
+            urgent |= lost >= STRIPE_SHARDS - DATA_SHARDS
+            worth_asking |= lost + lagging >= STRIPE_SHARDS - DATA_SHARDS
+        ask = _shards(unasked) if urgent or worth_asking else ()
+        wake_at = self.late_from + grace if self.late_from is not None and not over and waiting else None
+        return Decision(ask, not urgent, rebuild, dead, wake_at)
 
-    def _ask(self, live: NDArray[np.bool_], unasked: NDArray[np.bool_], waiting: NDArray[np.bool_],
-             slow: NDArray[np.bool_], over: bool) -> tuple[tuple[int, ...], bool]:
-        """The spare, if it is time for it, and whether that is speculative."""
-        candidates = tuple(int(shard) for shard in np.flatnonzero((unasked & live).any(axis=1)))
-        if not candidates:
-            return (), False
-        lost = ((self.state == Shard.LOST) & live).sum(axis=0)
-        if (lost >= STRIPE_SHARDS - DATA_SHARDS).any():
-            return candidates, False
-        lagging = (waiting & (slow[:, None] | over)).sum(axis=0)
-        if (lost + lagging >= STRIPE_SHARDS - DATA_SHARDS).any():
-            return candidates, True
-        return (), False
+    def _slow(self, by_node: Sequence[bool]) -> int:
+        """The shards of slow nodes, as in a pattern."""
+        return sum(1 << 2 * shard for shard in range(STRIPE_SHARDS) if by_node[self.node_of(shard)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """Which shards of a block are in which state: bit 2·i of a mask speaks of shard i."""
+
+    unasked: int
+    pending: int
+    have: int
+    lost: int
+
+    @classmethod
+    def of(cls, code: int) -> _Pattern:
+        """From two bits a shard, a value of `Shard` each."""
+        low, high = code & _ONES, code >> 1 & _ONES
+        return cls(~(low | high) & _ONES, low & ~high, high & ~low, low & high)
+
+    @property
+    def few_pending(self) -> bool:
+        return self.pending.bit_count() <= STRIPE_SHARDS - DATA_SHARDS
+
+
+def _shards(mask: int) -> tuple[int, ...]:
+    return tuple(shard for shard in range(STRIPE_SHARDS) if mask >> 2 * shard & 1)

@@ -52,6 +52,8 @@ from efs.limits import (
 )
 from efs.messages import decode_error, decode_position
 from efs.metrics import CounterFile
+from efs.osio import Io
+from efs.sharedslab import SharedSlab
 from efs.stream import Buffer, Stream
 from efs.wire import Header, Kind, encode_frame
 
@@ -117,8 +119,10 @@ class _Pending:
 class Link:
     """A `FrameSink` for what a server sends. `start` begins to connect."""
 
-    def __init__(self, place: RemotePlace, clock: Clock, counters: CounterFile) -> None:
+    def __init__(self, place: RemotePlace, clock: Clock, counters: CounterFile, io: Io | None = None) -> None:
+        """io: with what to open a slab that the server shares; None: leave it alone."""
         self._place = place
+        self._io = io
         self._clock = clock
         self._counters = counters
         self._stream: Stream | None = None
@@ -136,6 +140,8 @@ class Link:
         self._task: asyncio.Task[None] | None = None
         self.settled = asyncio.Event()
         """Whether the first attempt has ended."""
+        self.slab: SharedSlab | None = None
+        """The server's slab, while there is a connection and the server shares it."""
         self.refusal: EfsError | None = None
         """Why the server does not take this client, where trying again will not help by itself."""
 
@@ -314,6 +320,8 @@ class Link:
             raise IdentityMismatch(place.endpoint, "node index", welcome.node_index, place.node_index)
         if place.durability not in (None, welcome.durability):
             raise IdentityMismatch(place.endpoint, "durability", welcome.durability, place.durability)
+        if self._io is not None and welcome.slab is not None:
+            self.slab = SharedSlab.open(self._io, welcome.slab, place.node_id)
         self._ready = self._was_ready = True
         self.refusal = None
         self._counters.add("remote_connected")
@@ -377,6 +385,9 @@ class Link:
             self._counters.add("remote_lost")
             _LOG.info("the connection to node %d was lost: %s", self._place.node_index, self._why)
         self._ready = False
+        if self.slab is not None:
+            self.slab.close()
+            self.slab = None
         self._ended.set()
         self._receiving = None
         pending, self._pending = self._pending, {}

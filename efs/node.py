@@ -53,6 +53,7 @@ from efs.osio import Io
 from efs.placer import Placer
 from efs.recovery import OpenOptions, mark_closed, open_state
 from efs.shard import check_entries
+from efs.sharedslab import SlabPlace, place_of
 from efs.slab import Slab
 from efs.stamps import StampFile, write_stamps
 from efs.types import DropItem, ListedRecord, ListPage, NodeInfo
@@ -124,6 +125,11 @@ class DirectoryNode:
             await thread.close(0)
         return cls(io, path, lock, state, clock, counted, marks or Watermarks(), durability == "power", mapped,
                    counters is None)
+
+    @property
+    def slab_place(self) -> SlabPlace:
+        """What other processes of this machine need to read the payload by themselves."""
+        return place_of(self._state.slab)
 
     async def close(self) -> None:
         """See the contract and the module docstring. A second call does nothing."""

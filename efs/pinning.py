@@ -76,6 +76,8 @@ class Pins:
             return
         if len(held) >= DATA_SHARDS and self._resolve_alike(held):
             return
+        if len(held) < DATA_SHARDS <= len(held) + self.outstanding and _alike(held):
+            return  # So few tables decide nothing, unless some block is absent or of several versions.
         open_columns = ~(self.pinned | self.missed)
         several = np.zeros(len(self.pinned), np.bool_)
         for table in held:
@@ -87,24 +89,21 @@ class Pins:
         first = np.argmax(present, axis=0)
         reference = digest[first, np.arange(digest.shape[1])]
         same = present & (digest == reference).all(axis=-1)
+        unlike = several | (present & ~same).any(axis=0)
         whole = open_columns & ~several & (same.sum(axis=0) >= DATA_SHARDS)
         gone = open_columns & ~several & (present.sum(axis=0) + self.outstanding < DATA_SHARDS)
         self._pin(whole, reference)
         self.missed |= gone
-        rest = open_columns & ~whole & ~gone
+        rest = open_columns & ~whole & ~gone & unlike
         if rest.any():
             self._resolve_singly(np.flatnonzero(rest))
 
     def _resolve_alike(self, held: Sequence[NodeTable]) -> bool:
         """The common case at once: nothing decided yet, and every table holds the same one version of every block."""
-        first = held[0]
-        if not len(self.pinned) or self.pinned.any() or self.missed.any():
+        if not len(self.pinned) or self.pinned.any() or self.missed.any() or not _alike(held):
             return False
-        for table in held:
-            if table.extra or int(table.location.min()) == ABSENT or not np.array_equal(table.digest, first.digest):
-                return False
         self.pinned[:] = True
-        self.digest[:] = first.digest
+        self.digest[:] = held[0].digest
         for node_index, found in enumerate(self._tables):
             if found is not None:
                 self.location[node_index] = found.location
@@ -160,3 +159,10 @@ class Pins:
             elif max(counts.values(), default=0) + self.outstanding < DATA_SHARDS:
                 self.missed[column] = True
         self._pin(chosen, digest)
+
+
+def _alike(tables: Sequence[NodeTable]) -> bool:
+    """Whether every table holds the same one version of every block."""
+    first = tables[0]
+    return all(len(table.location) > 0 and not table.extra and int(table.location.min()) != ABSENT
+               and np.array_equal(table.digest, first.digest) for table in tables)

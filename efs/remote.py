@@ -4,8 +4,9 @@ One connection carries what readers wait for, the other puts, drops and collecti
 the payload of a put. The node is *suspect* while either of them is missing or owes an answer: whoever asks
 `efs.health` then leaves it alone.
 
-Nothing is answered from memory: `look_up_now`, `headers_now` and `views_now` say None, `read_now` says False. A fetch
-takes three round trips (docs/decisions/0009). Calls that are larger than a frame are sent in parts.
+Nothing is answered from memory: `look_up_now`, `headers_now` and `views_now` say None. `read_now` reads the slab of a
+server on this machine that shares it, else it says False (docs/decisions/0015). A fetch over the wire takes three round
+trips (docs/decisions/0009). Calls that are larger than a frame are sent in parts.
 
 *Reads.* The slots of all spans come as one sequence of bytes in the order of the spans, cut into pieces. Each byte goes
 from the socket to where the landing's strides say, or to memory that nobody reads: padding, gaps between strides, what
@@ -30,8 +31,8 @@ from efs.contract import Landing, NodeTable, PutBatch, PutOutcome, Span, Version
 from efs.errors import InvalidArgument, NodeFull, NodeUnavailable, OutdatedMap, WireError
 from efs.limits import (
     IOV_MAX,
-    KIB,
     MAX_KEYS_PER_CALL,
+    MIB,
     WIRE_AHEAD_BYTES,
     WIRE_BODY_BYTES,
     WIRE_KEYS,
@@ -60,12 +61,13 @@ from efs.messages import (
     put_metadata_bytes,
 )
 from efs.metrics import CounterFile
+from efs.osio import SystemIo
 from efs.shard import header_bytes
 from efs.types import DropItem, ListPage, NodeInfo
 from efs.wire import Kind
 
-_AT_ONCE_BYTES: Final = 512 * KIB
-"""More than a socket holds: naming places that nothing comes for costs time."""
+_AT_ONCE_BYTES: Final = 1 * MIB
+"""About what a socket holds: naming places that nothing comes for costs time."""
 _SPANS_AT_ONCE: Final = MAX_KEYS_PER_CALL
 _DROPS_AT_ONCE: Final = 16_384
 _DISCARD: Final = memoryview(bytearray(WIRE_AHEAD_BYTES))
@@ -79,7 +81,8 @@ class RemoteNode:
         self._place = place
         self._clock = clock
         self._counters = counters
-        self._reading = Link(place, clock, counters)
+        self._io = SystemIo()
+        self._reading = Link(place, clock, counters, self._io)
         self._changing = Link(place, clock, counters)
         self._closed = False
 
@@ -124,7 +127,7 @@ class RemoteNode:
         if self._closed:
             return
         old, self._place = self._links, place
-        self._reading = Link(place, self._clock, self._counters)
+        self._reading = Link(place, self._clock, self._counters, self._io)
         self._changing = Link(place, self._clock, self._counters)
         for link in self._links:
             link.start()
@@ -208,8 +211,9 @@ class RemoteNode:
         return None
 
     def read_now(self, span: Span, landing: Landing) -> bool:
-        """False: the bytes are not in this process."""
-        return False
+        """From the server's slab where it shares one (`efs/sharedslab.py`), else False."""
+        slab = self._reading.slab
+        return slab is not None and slab.read_now(span, landing)
 
     async def read(self, spans: Sequence[tuple[Span, Landing]], landed: Callable[[int], None],
                    deadline: Deadline) -> None:

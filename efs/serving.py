@@ -84,7 +84,8 @@ class _Process:
                                         durability=durability)
         self.nodes.append(node)
         await _bury_purged(io, node, path, self.clock)
-        self.served.append(ServedNode(node, config.place.cluster_id, config.node_id, durability, counted))
+        self.served.append(ServedNode(node, config.place.cluster_id, config.node_id, durability, counted,
+                                      slab=node.slab_place))
         _LOG.info("%s is open", path, extra={"node": node.node_index})
 
 

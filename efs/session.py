@@ -81,6 +81,7 @@ from efs.messages import (
     encode_tenant_bytes,
 )
 from efs.metrics import CounterFile
+from efs.sharedslab import SlabPlace
 from efs.stream import Stream
 from efs.wire import Header, Kind, encode_frame
 
@@ -111,7 +112,8 @@ class MapSeen:
 
 @dataclass(frozen=True, slots=True)
 class ServedNode:
-    """A node and what identifies it. durability: what its acknowledgements promise."""
+    """A node and what identifies it. durability: what its acknowledgements promise. slab: what clients of the same
+    machine may read by themselves, if anything."""
 
     node: Node
     cluster_id: str
@@ -119,6 +121,7 @@ class ServedNode:
     durability: str
     counters: CounterFile
     map_seen: MapSeen = field(default_factory=MapSeen)
+    slab: SlabPlace | None = None
 
 
 @dataclass(slots=True)
@@ -165,6 +168,7 @@ class Session:
         self._nonce = random.SystemRandom().randbytes(NONCE_BYTES)
         self._served: ServedNode | None = None
         self._role = Role.DATA
+        self._local = connection.family == socket.AF_UNIX
         self._began = host.clock.monotonic()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._coming = 0
@@ -305,7 +309,7 @@ class Session:
             raise IdentityMismatch(f"node {hello.node_id}", "index", served.node.node_index, hello.node_index)
         self._served, self._role = served, role
         served.counters.add("wire_sessions")
-        welcome = Welcome(served.node.node_index, served.durability)
+        welcome = Welcome(served.node.node_index, served.durability, served.slab if self._local else None)
         self._stream.send(encode_frame(Kind.WELCOME, 0, encode_message(welcome)))
 
     # -- requests

@@ -79,6 +79,8 @@ class Request:
 
 def stretches(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """[low, high) of each maximal stretch of True."""
+    if flags.all():
+        return iter([(0, len(flags))] if len(flags) else [])
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
     return iter([(int(low), int(high)) for low, high in edges.reshape(-1, 2)])
 
@@ -87,6 +89,7 @@ class UnitReads:
     """All units of one fetch. `expected[t]` lists the pinned header's hash of segment t for each block.
 
     good: (segments, n) bool. dead: (n,) bool, blocks that this call gives up. suspects: rows whose segment disagreed.
+    stirred: units with news that `advance` has not dealt with yet and that may change what it decides.
     """
 
     def __init__(self, context: ReadContext, target: Target, pins: Pins, expected: list[list[int]],
@@ -102,12 +105,16 @@ class UnitReads:
         self.good = np.zeros((len(target.shape.segment_bytes), blocks), np.bool_)
         self.dead = np.zeros(blocks, np.bool_)
         self.suspects: list[tuple[Unit, int]] = []
+        self.stirred: set[Unit] = set()
         self._shard_bytes, self._slot_bytes = target.shape.shard_bytes, target.shape.slot_bytes
+        self._shards_of = [frozenset(shards) for shards in target.shape.segment_shards]
+        self._segments_of = [[segment for segment, shards in enumerate(self._shards_of) if shard in shards]
+                             for shard in range(STRIPE_SHARDS)]
         self._linked = np.diff(pins.location, axis=1) == 1
         self._parity: dict[tuple[int, int], bytearray] = {}
         self._shown: list[tuple[int, NDArray[np.uint8]]] = []
         self._queue: dict[int, list[Request]] = {}
-        self._flying: list[Request] = []
+        self._flying: dict[Unit, list[Request]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self, runs: Sequence[tuple[int, int, int, int]]) -> list[Unit]:
@@ -185,6 +192,7 @@ class UnitReads:
 
     def _absent(self, unit: Unit, shard: int, rows: NDArray[np.bool_]) -> bool:
         unit.state[shard, rows] = Shard.LOST
+        unit.losses = True
         self.tally.missing += int(np.count_nonzero(rows))
         return False
 
@@ -204,10 +212,15 @@ class UnitReads:
                 return True
         except EfsError:
             unit.state[shard, low:high] = Shard.LOST
+            unit.losses = True
             self.tally.missing += high - low
             return False
         unit.state[shard, low:high] = Shard.PENDING
-        self._queue.setdefault(node.node_index, []).append(Request(unit, shard, low, high, span, landing))
+        request = Request(unit, shard, low, high, span, landing)
+        unit.flying += 1
+        unit.piecemeal |= high - low < unit.stop - unit.start
+        self._flying.setdefault(unit, []).append(request)
+        self._queue.setdefault(node.node_index, []).append(request)
         return False
 
     def _landing(self, unit: Unit, shard: int, low: int) -> Landing:
@@ -238,11 +251,15 @@ class UnitReads:
         if last == unit.stop - unit.start:
             self._shown.clear()
 
+    @property
+    def queued(self) -> int:
+        """Requests that `flush` would hand over."""
+        return sum(map(len, self._queue.values()))
+
     def flush(self) -> None:
         """Hand what is queued to the nodes' threads: one batched request a node."""
         queue, self._queue = self._queue, {}
         for node_index, requests in queue.items():
-            self._flying.extend(requests)
             task = asyncio.ensure_future(self._serve(node_index, requests))
             for keeper in (self._tasks, self.context.background):
                 keeper.add(task)
@@ -263,24 +280,42 @@ class UnitReads:
     def _lose(self, request: Request) -> None:
         state = request.unit.state[request.shard, request.low : request.high]
         waiting = state == Shard.PENDING
-        if request.landing.revoked or not waiting.any():
+        if not self._end(request) or not waiting.any():
             return
-        request.landing.revoked = True
         state[waiting] = Shard.LOST
+        request.unit.losses = True
+        self.stirred.add(request.unit)
         self.tally.missing += int(np.count_nonzero(waiting))
+
+    @staticmethod
+    def _end(request: Request) -> bool:
+        """Nothing more may land for a request; False when that was so before."""
+        if request.landing.revoked:
+            return False
+        request.landing.revoked = True
+        request.unit.flying -= 1
+        return True
 
     def _landed(self, request: Request) -> None:
         unit, shard = request.unit, request.shard
         now = self.context.clock.monotonic()
         unit.state[shard, request.low : request.high] = Shard.HAVE
-        request.landing.revoked = True
+        self._end(request)
         lag = 0.0 if unit.late_from is None else now - unit.late_from
         self.context.lags.observe(unit.node_of(shard), lag, now)
-        if shard < DATA_SHARDS:
-            for segment, shards in enumerate(self.target.shape.segment_shards):
-                if shard in shards:
-                    self.verify_ready(unit, segment)
-        self.event.set()
+        if request.high - request.low == unit.stop - unit.start:
+            unit.whole.add(shard)
+        for segment in self._segments_of[shard]:
+            if unit.piecemeal:
+                self.verify_ready(unit, segment)
+            elif unit.whole >= self._shards_of[segment]:
+                self._verify(unit, segment, 0, unit.stop - unit.start)
+                self._close_rows(unit)
+                self.event.set()
+        if unit.piecemeal or unit.flying <= STRIPE_SHARDS - DATA_SHARDS:
+            # With more under way no block has ten shards, and no lag grace begins.
+            self.stirred.add(unit)
+            self.event.set()
 
     # -- verifying ------------------------------------------------------------------------------------------------
 
@@ -298,8 +333,9 @@ class UnitReads:
                 self._close_rows(unit)
             return
         self._store_shown(unit, 0, unit.stop - unit.start)
-        self.verify_ready(unit, segment)
-        if (unit.state[list(shards)] == Shard.LOST).any():
+        if unit.piecemeal or unit.losses:
+            self.verify_ready(unit, segment)
+        if unit.losses and (unit.state[list(shards)] == Shard.LOST).any():
             self._ask_rest(unit)
             self.advance(unit)
 
@@ -367,6 +403,7 @@ class UnitReads:
 
     def advance(self, unit: Unit) -> float | None:
         """Do what the unit's decision says until it asks for nothing more; returns when to look again, or None."""
+        self.stirred.discard(unit)
         while unit.open.any():
             now = self.context.clock.monotonic()
             unit.note_arrival(now)
@@ -393,6 +430,7 @@ class UnitReads:
 
     def _rebuild(self, unit: Unit, rows: NDArray[np.bool_], now: float) -> None:
         """Rebuild the missing data shards of these rows from ten that are in hand, then verify what they touch."""
+        unit.piecemeal = True
         self._revoke(unit, rows, now)
         have = unit.state == Shard.HAVE
         pattern = (have * (1 << np.arange(STRIPE_SHARDS))[:, None]).sum(axis=0)
@@ -405,14 +443,14 @@ class UnitReads:
 
     def _revoke(self, unit: Unit, rows: NDArray[np.bool_], now: float) -> None:
         """Nothing in flight may land on these rows any more; rows of the same requests that still wait ask again."""
-        for request in [*self._flying, *(r for queued in self._queue.values() for r in queued)]:
-            if request.unit is not unit or request.landing.revoked:
+        for request in tuple(self._flying.get(unit, ())):
+            if request.landing.revoked:
                 continue
             inside = np.zeros(len(rows), np.bool_)
             inside[request.low : request.high] = True
             if not (inside & rows).any():
                 continue
-            request.landing.revoked = True
+            self._end(request)
             if unit.late_from is not None:
                 self.context.lags.observe(unit.node_of(request.shard), now - unit.late_from, now)
             unit.state[request.shard, inside] = Shard.LOST
@@ -445,9 +483,8 @@ class UnitReads:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _give_parity(self, unit: Unit) -> None:
-        for request in self._flying:
-            if request.unit is unit:
-                request.landing.revoked = True
+        for request in self._flying.pop(unit, ()):
+            self._end(request)
         for shard in range(DATA_SHARDS, STRIPE_SHARDS):
             buffer = self._parity.pop((unit.start, shard), None)
             if buffer is not None:
@@ -455,8 +492,10 @@ class UnitReads:
 
     def abandon(self) -> None:
         """Revoke everything that could still land and stop waiting for it."""
-        for request in [*self._flying, *(r for queued in self._queue.values() for r in queued)]:
-            request.landing.revoked = True
+        for requests in self._flying.values():
+            for request in requests:
+                self._end(request)
+        self._flying.clear()
         self._queue.clear()
         for task in self._tasks:
             task.cancel()

@@ -24,9 +24,10 @@ MAX_FILE_LINES: Final = 600
 ORDER: Final = {
     "efs": """
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
-        contract iothread batch hotmap nodeguard allocator eviction nodedir tables writejob nodestate fill lookups
-        nodereads placer nodewriter recovery verifier background collector burial node wire handshake messages endpoint
-        stream session server link remote cluster ownership clusterfile clustermap etcd hedge pinning scratch
+        contract slotreads sharedslab iothread batch hotmap nodeguard allocator eviction nodedir tables writejob
+        nodestate fill lookups nodereads placer nodewriter recovery verifier background collector burial node wire
+        handshake messages endpoint stream session server link remote cluster ownership clusterfile clustermap etcd
+        hedge pinning scratch
         target unitread examine fetch reader joining health ask pieces staging survey quota writer pace listing sweep
         findings indexprobe nodeview tenantcount storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
         memory stripe mend rebuild repair progress scrub tombstones purge exposition statuspage serving upkeep fs

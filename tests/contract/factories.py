@@ -62,13 +62,15 @@ def directory(mapped: bool, durability: Durability) -> Factory:
     return make
 
 
-def server(address: str) -> Factory:
-    """A directory behind a server, both in this process, and the node at it."""
+def server(address: str, shared: bool = False) -> Factory:
+    """A directory behind a server, both in this process, and the node at it. shared: the node reads the slab itself."""
     @asynccontextmanager
     async def make(path: Path, clock: FakeClock) -> AsyncIterator[Node]:
         async with directory(mapped=address.startswith("unix"), durability="process")(path, clock) as inner:
+            assert isinstance(inner, DirectoryNode)
             counters = CounterFile.in_memory()
-            served = ServedNode(inner, PLACE.cluster_id, NODE_ID, "process", counters)
+            slab = inner.slab_place if shared else None
+            served = ServedNode(inner, PLACE.cluster_id, NODE_ID, "process", counters, slab=slab)
             host = NodeServer([served], SystemIo(), clock)
             endpoint = host.listen(parse_endpoint(address, str(path)))
             place = RemotePlace(endpoint, PLACE.cluster_id, NODE_ID, NODE_INDEX, Role.OPERATOR)
@@ -89,5 +91,6 @@ FACTORIES: dict[str, Factory] = {
     "directory-mapped": directory(mapped=True, durability="process"),
     "directory-power": directory(mapped=False, durability="power"),
     "server-unix": server("unix:s"),
+    "server-unix-shared": server("unix:s", shared=True),
     "server-tcp": server("tcp:127.0.0.1:0"),
 }

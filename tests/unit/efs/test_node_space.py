@@ -20,9 +20,9 @@ from efs.extent import SlotClass, ranges_of
 from efs.index import IndexFull
 from efs.limits import KIB, MIB
 from efs.node import DirectoryNode
-from efs.nodereads import Residency
 from efs.osio import Buffer
 from efs.shape import BlockShape
+from efs.slotreads import Residency
 from tests.support.clock import FakeClock
 from tests.support.faultio import FaultIo
 from tests.support.nodebox import NODE_INDEX, NodeBox, index_agrees
@@ -372,7 +372,7 @@ async def test_a_mapped_read_of_evicted_pages_is_declined(tmp_path: Path) -> Non
     landing = Landing(memoryview(buffer), (Stride(0, size, 0, size),))
     assert node.read_now(span, landing)
     assert buffer == records.payload.tobytes()
-    reads = node._reads
+    reads = node._reads._now
     assert reads._residency is not None
     reads._residency.resident = lambda offset, size: False  # type: ignore[method-assign]
     assert not node.read_now(span, landing)

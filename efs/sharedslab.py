@@ -1,0 +1,98 @@
+"""A slab that its server lets clients of the same machine read by themselves.
+
+A server tells a client that comes over a Unix socket where its slab is. A client that can open the file (it is its
+owner's alone), and finds that it is the very same one, reads what is in the page cache by itself: one copy instead of
+two, and no work for the server. Everything else goes over the wire as before: what is not in the cache, look-ups, and
+all that changes anything. The file is opened for reading only, so the server stays its one owner.
+
+*What may go wrong is what may go wrong in the server too.* A slot may be used again, or its extent cut anew, between
+the look-up and the read: the reader verifies every byte and looks the record up again (`efs/examine.py`). How an extent
+is cut is read from its own header page before each range. `preadv` and not a map: a failing disk is an error, not
+SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from efs.contract import Landing, Span
+from efs.errors import EfsError
+from efs.extent import EXTENT_HEADER_BYTES, SLOT_BITS, SLOT_MASK, Geometry, parse_extent_header
+from efs.osio import Io
+from efs.slab import Slab
+from efs.slotreads import SlotReads
+
+
+class SlabPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a slab is and what it is: path, file identity, and how it is cut."""
+
+    path: str
+    device: int
+    inode: int
+    extent_bytes: int
+    extents: int
+
+
+def place_of(slab: Slab) -> SlabPlace:
+    """What a server says of its open slab."""
+    found = os.fstat(slab.fd)
+    return SlabPlace(os.path.abspath(slab.path), found.st_dev, found.st_ino, slab.extent_bytes, slab.extents)
+
+
+class SharedSlab:
+    """A `SlotSource` over another process's slab. Belongs to the loop's thread."""
+
+    def __init__(self, io: Io, slab: Slab) -> None:
+        self._io = io
+        self.slab = slab
+        self._head = memoryview(bytearray(EXTENT_HEADER_BYTES))
+        self._known: dict[int, tuple[bytes, Geometry | None]] = {}
+        self._reads = SlotReads(self, mapped=False)
+
+    @classmethod
+    def open(cls, io: Io, place: SlabPlace, node_id: str) -> SharedSlab | None:
+        """None where there is no such file for this process, or another one."""
+        try:
+            slab = Slab.open(io, place.path, bytes.fromhex(node_id), place.extent_bytes, place.extents, writable=False)
+        except (EfsError, ValueError):
+            return None
+        found = os.fstat(slab.fd)
+        if (found.st_dev, found.st_ino) != (place.device, place.inode):
+            slab.close()
+            return None
+        return cls(io, slab)
+
+    def close(self) -> None:
+        self.slab.close()
+
+    def read_now(self, span: Span, landing: Landing) -> bool:
+        """See the contract."""
+        return self._reads.read_now(span, landing)
+
+    def geometry_of(self, location: int, slot_bytes: int, count: int) -> Geometry | None:
+        """By the extent's header page, if that is in the page cache."""
+        extent = location >> SLOT_BITS
+        if not 0 <= extent < self.slab.extents:
+            return None
+        try:
+            size = self._io.preadv(self.slab.fd, [self._head], extent * self.slab.extent_bytes, nowait=True)
+        except OSError:
+            return None
+        if size != EXTENT_HEADER_BYTES:
+            return None
+        geometry = self._parsed(extent, bytes(self._head))
+        if geometry is None or geometry.slot_class.slot_bytes != slot_bytes:
+            return None
+        return geometry if (location & SLOT_MASK) + count <= geometry.slots else None
+
+    def _parsed(self, extent: int, head: bytes) -> Geometry | None:
+        known = self._known.get(extent)
+        if known is None or known[0] != head:
+            try:
+                geometry = parse_extent_header(head, self.slab.node_id, extent, self.slab.extent_bytes, self.slab.path)
+            except EfsError:
+                geometry = None
+            known = self._known[extent] = head, geometry
+        return known[1]
