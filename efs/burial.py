@@ -23,13 +23,13 @@ from typing import Final
 import numpy as np
 
 from efs.clock import Deadline
+from efs.debts import Debts
 from efs.errors import InvalidArgument
 from efs.limits import BURY_RECORDS, DELETE_BATCH
 from efs.lookups import Lookups
 from efs.nodeguard import Guard
 from efs.nodestate import Locations, NodeState
 from efs.nodewriter import NodeWriter
-from efs.writejob import WriteJob
 
 TAG_BYTES: Final = 8
 
@@ -37,11 +37,12 @@ TAG_BYTES: Final = 8
 class Burial:
     """Of one node."""
 
-    def __init__(self, state: NodeState, guard: Guard, lookups: Lookups, writer: NodeWriter) -> None:
+    def __init__(self, state: NodeState, guard: Guard, lookups: Lookups, writer: NodeWriter, debts: Debts) -> None:
         self._state = state
         self._guard = guard
         self._lookups = lookups
         self._writer = writer
+        self._debts = debts
 
     async def bury(self, tags: Collection[bytes], deadline: Deadline) -> int:
         """See the contract and the module docstring."""
@@ -63,7 +64,7 @@ class Burial:
             mine = mine[np.isin(self._state.allocator.tags(mine), np.array(words, np.uint64))]
             self._writer.forget_at(mine)
             dropped += len(mine)
-        await self._pay(deadline)
+        await self._debts.pay(deadline)
         return dropped
 
     async def _finish(self, deadline: Deadline) -> None:
@@ -73,14 +74,7 @@ class Burial:
             await asyncio.wait(coming, timeout=deadline.left())
             if any(not done.done() for done in coming):
                 raise self._guard.unavailable("puts are under way that do not end")
-        while self._state.owes:
-            await self._pay(deadline)
-
-    async def _pay(self, deadline: Deadline) -> None:
-        """Tell the disk a batch of what it is owed."""
-        self._guard.require_writable()
-        if self._state.owes:
-            await self._guard.result(self._writer.submit(WriteJob(), lambda _: None), deadline)
+        await self._debts.pay(deadline)
 
 
 def words_of(tags: Collection[bytes]) -> list[int]:

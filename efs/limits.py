@@ -135,6 +135,8 @@ INFO_DEADLINE_MS: Final = 1_000
 """For asking a node what it is and how full."""
 STAMP_SECONDS: Final = 1
 """Resolution of access times: far below the time in which the smallest real store turns over (decision 0007)."""
+PAY_EVERY_MS: Final = 1_000.0
+"""A node to which nothing comes tells its disk after this what it is owed: long for a put, short for who runs fsck."""
 STAMP_FLUSH_MS: Final = 60_000.0
 """Changed stamps reach their file after this: under steady traffic every extent in use is written that often, 23 KiB
 each for V4.1 shards."""

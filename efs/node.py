@@ -24,6 +24,7 @@ from efs.burial import TAG_BYTES, Burial
 from efs.clock import Clock, Deadline, stamp_of
 from efs.collector import Collector
 from efs.contract import Landing, NodeTable, PutBatch, PutOutcome, Span
+from efs.debts import Debts
 from efs.errors import EfsError, InvalidArgument
 from efs.extent import SLOT_BITS, Geometry, ranges_of
 from efs.fill import Fill
@@ -81,10 +82,12 @@ class DirectoryNode:
         placer = Placer(state, self._guard, self._lookups, self._fill)
         self._writer = NodeWriter(state, self._guard, self._lookups, placer, durable, self._verifier.check)
         self._verifier.writer = self._writer
-        self._burial = Burial(state, self._guard, self._lookups, self._writer)
+        debts = Debts(state, self._guard, self._writer)
+        self._burial = Burial(state, self._guard, self._lookups, self._writer, debts)
         self._collector = Collector(state, self._guard, placer, self._writer, self._fill)
         self._background = Background()
         self._background.start(f"collect node {node_index}", self._collector.run)
+        self._background.start(f"pay node {node_index}", debts.run)
         self._own_counters = own_counters
         self._stamp_timer: asyncio.TimerHandle | None = None
 

@@ -7,12 +7,16 @@ the kind is of one node, that meets the run. Findings that nothing here can caus
 A finding about a block has a longer memory. What a failed put or a kill left of a block is hollow or at risk until a
 sweep takes it after the grace, or eviction does, and an fsck beside an owner does not judge what is younger: so damage
 explains block findings until BLOCK_MEMORY_S after its window.
+
+A rotten table entry does not tell its key. Where it is evicted before anybody read it, its index entry is found by the
+next opening of the node: until then fsck names it as an index entry without data, and says the truth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 from efs.findings import Kind
@@ -63,11 +67,19 @@ def is_true(finding: Mapping[str, Any], windows: Iterable[Window], began: float,
     """Whether something explains a finding of a run between two moments."""
     kind = finding["kind"]
     causes = CAUSES.get(kind, frozenset())
-    memory_s = BLOCK_MEMORY_S if kind in OF_BLOCKS else 0.0
+    windows = tuple(windows)
+    openings = [window.ended for window in windows if window.kind == DOWN and window.ended is not None]
+
+    def memory_s(window: Window) -> float:
+        if kind == Kind.INDEX_WITHOUT_DATA and window.kind == "rot_entry" and window.ended is not None:
+            later = [opened - window.ended for opened in openings if opened > window.ended]
+            return min(later, default=inf)
+        return BLOCK_MEMORY_S if kind in OF_BLOCKS else 0.0
+
     return any(
         window.kind in causes
         and (finding["node"] is None or window.kind in ANY_NODE or window.node == finding["node"])
-        and window.meets(began, ended, memory_s)
+        and window.meets(began, ended, memory_s(window))
         for window in windows
     )
 

@@ -21,6 +21,7 @@ from efs.osio import SystemIo
 from tests.support.faultio import FaultIo, Gate
 from tests.support.nodebox import NODE_INDEX, NodeBox, crash, index_agrees
 from tests.support.records import LARGE, SMALL, Records, make_records
+from tests.support.waiting import came_true
 
 CHANGES = ("allocate", "pwrite", "pwritev", "fdatasync", "fsync", "index_commit", "index_sync")
 
@@ -234,6 +235,23 @@ async def test_a_failing_write_fails_the_put_and_nothing_else(box: NodeBox, code
     assert not (await box.holds(node, new)).any()
     await box.store(node, new)
     assert index_agrees(node)
+    await node.close()
+
+
+async def test_an_idle_node_tells_its_disk_what_a_failed_put_left_behind(
+    box: NodeBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("efs.debts.PAY_EVERY_MS", 5.0)
+    node = await box.open()
+    await box.store(node, make_records(10, NODE_INDEX, seed=1))
+    box.io.fail("index_commit", errno.EIO, times=None)
+    with pytest.raises(NodeUnavailable):
+        await node.put(make_records(10, NODE_INDEX, seed=2).batch(), box.soon())
+    assert node._state.owes
+    failed = box.io.names().count("index_commit")
+    assert await came_true(lambda: box.io.names().count("index_commit") > failed), "it tries again while the disk fails"
+    box.io.clear()
+    assert await came_true(lambda: not node._state.owes and index_agrees(node))
     await node.close()
 
 

@@ -35,6 +35,16 @@ def test_findings_of_blocks_outlive_their_damage_for_the_grace() -> None:
     assert not is_true(finding(Kind.HOLLOW_STRIPE), windows, 21.0 + BLOCK_MEMORY_S, 22.0 + BLOCK_MEMORY_S)
 
 
+def test_the_index_entry_of_a_rotten_record_stands_until_the_next_opening() -> None:
+    rotten, late = [Window("rot_entry", 3, began=10.0, ended=20.0)], finding(Kind.INDEX_WITHOUT_DATA, 3)
+    assert is_true(late, rotten, 400.0, 401.0)
+    assert not is_true(finding(Kind.INDEX_WITHOUT_DATA, 4), rotten, 400.0, 401.0)
+    assert not is_true(finding(Kind.DATA_WITHOUT_INDEX, 3), rotten, 400.0, 401.0)
+    reopened = [*rotten, Window(DOWN, -1, began=5.0, ended=9.0), Window(DOWN, -1, began=100.0, ended=110.0)]
+    assert is_true(late, reopened, 60.0, 61.0)
+    assert not is_true(late, reopened, 400.0, 401.0)
+
+
 @pytest.mark.parametrize("kind", [Kind.ACCOUNTING_DRIFT, Kind.OVER_LIMIT, Kind.WRONG_PLACE, Kind.INCONSISTENT_STRIPE])
 def test_findings_that_no_damage_can_cause_are_always_false(kind: Kind) -> None:
     windows = [Window(damage, 3, 0.0) for damage in (*KINDS, DOWN)]
