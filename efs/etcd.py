@@ -84,6 +84,7 @@ class EtcdStore:
                 await client.close()
         except Exception as error:
             _LOG.debug("a connection to etcd was not closed cleanly: %s", error)
+        _be_cancelled()
 
     # -- the map
 
@@ -158,7 +159,7 @@ class EtcdStore:
                 await apply((await self.read()).map)
         finally:
             watching.cancel()
-            await asyncio.wait((watching,))
+            await asyncio.wait((watching,), timeout=ETCD_CALL_MS / 1000)
 
     # -- servers
 
@@ -203,10 +204,20 @@ class EtcdStore:
             self._client = _new_client(self.url)
         try:
             async with asyncio.timeout(ETCD_CALL_MS / 1000):
-                return await ask(self._client)
+                answer = await ask(self._client)
         except Exception as error:
             await self.close()
             raise EtcdUnavailable(self.url.server, _reason(error)) from error
+        _be_cancelled()
+        return answer
+
+
+def _be_cancelled() -> None:
+    """Raise the cancellation of this task that the library may have taken for its own: it waits for tasks that it has
+    cancelled, and swallows what comes meanwhile. Without this who follows a map could not be stopped any more."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _note_events(watch: Any, changed: asyncio.Event) -> None:

@@ -30,6 +30,9 @@ from tests.support.servers import ServedCluster, ServerProcess, served_cluster
 from tests.support.waiting import LATE_S, came_true
 from tools.etcdprocess import EtcdProcess
 
+pytestmark = pytest.mark.timeout(300)
+"""Leases run out and commands are processes of their own: seconds on a machine to itself, minutes beside others."""
+
 GROUPS = [range(10), [10], [11]]
 OUTAGE_S = 1.3 * ETCD_LEASE_SECONDS
 
