@@ -96,9 +96,11 @@ def _warm_run(model: PreTrainedModel, store: BlockStore, namespace: Namespace, p
         assert engine.timeline is not None
         engine.timeline.restart()
         sequence = engine.prefill(prompt)
-        spans = tuple(engine.timeline.spans())
+        prefilled = engine.timeline.now()
         logprobs, chosen = _teacher_forced(engine, sequence, len(tokens), tokens)
         engine.finish(sequence)
+        # Only now: a streamed pass can end before the fetch that fed it has returned and is on the timeline.
+        spans = tuple(span for span in engine.timeline.spans() if span.start_ms < prefilled)
     return WarmRun(
         first_token_s=sequence.prefill_s or 0.0,
         loaded_blocks=sequence.loaded_blocks,
