@@ -375,11 +375,7 @@ class FileSystem:
     def _begin(self, keys: Sequence[bytes], deadline_ms: float) -> Deadline:
         """The checks that every call on keys begins with."""
         self._require_open()
-        if len(keys) > MAX_KEYS_PER_CALL:
-            raise InvalidArgument(f"{len(keys)} keys in one call, at most {MAX_KEYS_PER_CALL}")
-        wrong = set(map(len, keys)) - {KEY_BYTES}
-        if wrong:
-            raise InvalidArgument(f"a key has {wrong.pop()} bytes, expected {KEY_BYTES}")
+        check_keys(keys)
         return Deadline.after_ms(self._clock, deadline_ms)
 
     def _may_change(self, dropping: bool = False) -> bool:
@@ -395,6 +391,15 @@ class FileSystem:
 
     def _reachable(self) -> dict[int, Node]:
         return {index: node for index in self.health.readable() if (node := self._nodes[index]) is not None}
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Refuse too many keys in one call, and one of a wrong length."""
+    if len(keys) > MAX_KEYS_PER_CALL:
+        raise InvalidArgument(f"{len(keys)} keys in one call, at most {MAX_KEYS_PER_CALL}")
+    wrong = set(map(len, keys)) - {KEY_BYTES}
+    if wrong:
+        raise InvalidArgument(f"a key has {wrong.pop()} bytes, expected {KEY_BYTES}")
 
 
 async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,

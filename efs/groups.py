@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from efs.background import Background
 from efs.clock import Clock, Deadline
 from efs.errors import InvalidArgument, StoreClosed
-from efs.fs import FileSystem, OnSegment
+from efs.fs import FileSystem, OnSegment, check_keys
 from efs.joined import (
     Rows,
     SegmentJoin,
@@ -46,10 +46,8 @@ from efs.joined import (
 from efs.limits import (
     HOLLOW_GRACE_MS,
     INFO_DEADLINE_MS,
-    KEY_BYTES,
     LOCATE_MS,
     LOCATE_SHARE,
-    MAX_KEYS_PER_CALL,
     STAGING_PIECE_BYTES,
     STRIPE_SHARDS,
 )
@@ -332,11 +330,7 @@ class GroupedFileSystem:
     def _begin(self, keys: Sequence[bytes], deadline_ms: float) -> Deadline:
         """The checks that every call on keys begins with."""
         self._require_open()
-        if len(keys) > MAX_KEYS_PER_CALL:
-            raise InvalidArgument(f"{len(keys)} keys in one call, at most {MAX_KEYS_PER_CALL}")
-        wrong = set(map(len, keys)) - {KEY_BYTES}
-        if wrong:
-            raise InvalidArgument(f"a key has {wrong.pop()} bytes, expected {KEY_BYTES}")
+        check_keys(keys)
         return Deadline.after_ms(self._clock, deadline_ms)
 
 
