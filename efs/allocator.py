@@ -107,6 +107,7 @@ class Allocator:
         self._tags = np.zeros((extents, 0), np.uint64)
         self._slot_bytes = np.zeros(extents, np.int64)
         self._tag_bytes: dict[int, int] = {}
+        self._use: tuple[ClassUse, ...] | None = None
         self._gaps: dict[int, _Gaps] = {}
         self._stale = np.zeros(extents, np.bool_)
         self._longest = np.zeros(extents, np.int64)
@@ -144,6 +145,7 @@ class Allocator:
         self._widen(geometry.slots)
         self._class_of[extent] = number
         self._extents_of.pop(slot_class, None)
+        self._use = None
         self._slots[extent] = geometry.slots
         self._slot_bytes[extent] = slot_class.slot_bytes
         self._stale[extent] = True
@@ -158,6 +160,7 @@ class Allocator:
         self._states[extent, : self._slots[extent]] = FREE
         if (geometry := self.geometry(extent)) is not None:
             self._extents_of.pop(geometry.slot_class, None)
+        self._use = None
         self._class_of[extent] = _NO_CLASS
         self._slots[extent] = self._live[extent] = 0
         self._stale[extent] = True
@@ -297,18 +300,20 @@ class Allocator:
 
     def free_slots(self, slot_class: SlotClass) -> int:
         """Free slots in the extents of a class; free extents are not counted."""
-        mine = self.extents_of(slot_class)
-        return int((self._slots - self._live - self._reserved)[mine].sum())
+        return next((use.free_slots for use in self.use() if use.slot_class == slot_class), 0)
 
     def use(self) -> tuple[ClassUse, ...]:
-        """Space by class that has an extent, in order of class."""
-        found = []
-        for slot_class in self.classes():
-            mine = self.extents_of(slot_class)
-            live, reserved = int(self._live[mine].sum()), int(self._reserved[mine].sum())
-            free = int(self._slots[mine].sum()) - live - reserved
-            found.append(ClassUse(slot_class, len(mine), live, reserved, free, live * slot_class.slot_bytes))
-        return tuple(found)
+        """Space by class that has an extent, in order of class. Asked several times between two changes: counted
+        once."""
+        if self._use is None:
+            self._use = tuple(self._use_of(slot_class) for slot_class in self.classes())
+        return self._use
+
+    def _use_of(self, slot_class: SlotClass) -> ClassUse:
+        mine = self.extents_of(slot_class)
+        live, reserved = int(self._live[mine].sum()), int(self._reserved[mine].sum())
+        free = int(self._slots[mine].sum()) - live - reserved
+        return ClassUse(slot_class, len(mine), live, reserved, free, live * slot_class.slot_bytes)
 
     def audit(self) -> None:
         """Recount everything from the states; CorruptRecord where a counter disagrees."""
@@ -374,6 +379,7 @@ class Allocator:
         if (before == target).any():
             wrong = int(locations[before == target][0])
             raise InvalidArgument(f"slot {wrong:#x} is {'live' if target == LIVE else 'free'} already")
+        self._use = None
         self._states[extents, slots] = target
         left = np.bincount(extents[before == RESERVED], minlength=self.extents)
         self._reserved -= left
@@ -402,6 +408,7 @@ class Allocator:
 
     def _reserve(self, slots: SlotRange) -> None:
         extent, first = slots.location >> SLOT_BITS, slots.location & SLOT_MASK
+        self._use = None
         self._states[extent, first : first + slots.count] = RESERVED
         self._reserved[extent] += slots.count
         self._stale[extent] = True

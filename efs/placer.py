@@ -240,9 +240,10 @@ class Placer:
     def _lack(self, slot_class: SlotClass, count: int) -> Lack | None:
         """What is missing for so many of the class: slots, or else space and index entries, wherever."""
         allocator = self._state.allocator
+        free_extents = allocator.free_extents
+        free_extents[self._without_space()] = False
         usable = allocator.free_slots(slot_class)
-        unopened = np.setdiff1d(np.flatnonzero(allocator.free_extents), self._without_space())
-        usable += len(unopened) * allocator.geometry_for(slot_class).slots
+        usable += int(np.count_nonzero(free_extents)) * allocator.geometry_for(slot_class).slots
         if usable < count:
             return Lack(slot_class, count - usable, 1, count - usable)
         need = self._fill.short_of(slot_class, count)
