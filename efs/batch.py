@@ -31,13 +31,11 @@ class BatchFields:
 
 def check_batch(batch: PutBatch, node_index: int) -> BatchFields:
     """InvalidArgument, naming the first row that is wrong, unless every record may be stored on this node."""
+    check_form(batch)
     count = len(batch.keys)
-    if not 1 <= count <= MAX_KEYS_PER_CALL:
-        raise InvalidArgument(f"a batch has {count} records, must have 1 to {MAX_KEYS_PER_CALL}")
-    _check_arrays(batch, count)
     segments = segments_of_entry(batch.headers.shape[1] + LOCAL_BYTES)
     fields = batch.headers.reshape(-1).view(header_dtype(segments))
-    keys = _check_keys(batch)
+    keys = np.frombuffer(b"".join(batch.keys), "<u8").reshape(-1, KEY_BYTES // 8)
     _require("is not a valid header", check_headers(batch.headers))
     _require("has the header of another key", (fields["key"] == keys).all(axis=1))
     sizes = (fields["block_bytes"] + np.uint64(DATA_SHARDS - 1)) // np.uint64(DATA_SHARDS)
@@ -49,19 +47,17 @@ def check_batch(batch: PutBatch, node_index: int) -> BatchFields:
     return BatchFields(segments, names, fields)
 
 
-def require_keys(keys: Sequence[bytes]) -> None:
-    """InvalidArgument for too many keys in one call, or one that has not KEY_BYTES."""
-    if len(keys) > MAX_KEYS_PER_CALL:
-        raise InvalidArgument(f"{len(keys)} keys in one call, at most {MAX_KEYS_PER_CALL}")
-    if set(map(len, keys)) - {KEY_BYTES}:
-        wrong = next(row for row, key in enumerate(keys) if len(key) != KEY_BYTES)
-        raise InvalidArgument(f"key {wrong} has {len(keys[wrong])} bytes, must have {KEY_BYTES}")
-
-
-def _check_arrays(batch: PutBatch, count: int) -> None:
+def check_form(batch: PutBatch) -> None:
+    """InvalidArgument unless keys, headers and payload are as many and of the sizes that a batch has, whatever is in
+    them."""
+    count = len(batch.keys)
+    if not 1 <= count <= MAX_KEYS_PER_CALL:
+        raise InvalidArgument(f"a batch has {count} records, must have 1 to {MAX_KEYS_PER_CALL}")
+    require_keys(batch.keys)
     for name, array in (("headers", batch.headers), ("payload", batch.payload)):
         if array.ndim != 2 or array.dtype != np.uint8 or not array.flags.c_contiguous or len(array) != count:
             raise InvalidArgument(f"{name} must be C-contiguous uint8 of {count} rows, not {array.dtype}{array.shape}")
+    segments_of_entry(batch.headers.shape[1] + LOCAL_BYTES)
     slot_bytes = -(-batch.shard_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
     if batch.shard_bytes < 1 or batch.payload.shape[1] != slot_bytes:
         raise InvalidArgument(
@@ -69,10 +65,13 @@ def _check_arrays(batch: PutBatch, count: int) -> None:
         )
 
 
-def _check_keys(batch: PutBatch) -> NDArray[np.uint64]:
-    """(n, 4) the keys as words."""
-    require_keys(batch.keys)
-    return np.frombuffer(b"".join(batch.keys), "<u8").reshape(-1, KEY_BYTES // 8)
+def require_keys(keys: Sequence[bytes]) -> None:
+    """InvalidArgument for too many keys in one call, or one that has not KEY_BYTES."""
+    if len(keys) > MAX_KEYS_PER_CALL:
+        raise InvalidArgument(f"{len(keys)} keys in one call, at most {MAX_KEYS_PER_CALL}")
+    if set(map(len, keys)) - {KEY_BYTES}:
+        wrong = next(row for row, key in enumerate(keys) if len(key) != KEY_BYTES)
+        raise InvalidArgument(f"key {wrong} has {len(keys[wrong])} bytes, must have {KEY_BYTES}")
 
 
 def _expected_shards(batch: PutBatch, node_index: int) -> NDArray[np.uint8]:

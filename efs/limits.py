@@ -225,6 +225,9 @@ WIRE_UNSENT_BYTES: Final = 64 * MIB
 """Unsent bytes beyond which a client asks a node for nothing more: several pieces of puts."""
 WIRE_RECEIVE_BYTES: Final = 128 * MIB
 """Requests that a server holds in memory, all connections together; one that does not fit is refused."""
+WIRE_KEPT_BYTES: Final = 16 * MIB
+"""Memory of bodies that a server keeps for the next ones: two of a piece of a put. Fresh pages cost more than receiving
+into them does."""
 WIRE_IN_FLIGHT: Final = 256
 """Requests of one connection that are not answered yet: what the queue of a node's thread takes."""
 WIRE_CONNECTIONS: Final = 1_024

@@ -215,7 +215,8 @@ class PutHead:
         return len(self.keys) * self.slot_bytes
 
     def batch(self, body: bytearray) -> PutBatch:
-        payload = np.frombuffer(body, np.uint8).reshape(len(self.keys), self.slot_bytes)
+        """The put, with the payload at the beginning of `body`."""
+        payload = np.frombuffer(body, np.uint8, self.body_bytes).reshape(len(self.keys), self.slot_bytes)
         return PutBatch(self.keys, self.headers, payload, self.shard_bytes, self.stamp, self.repair)
 
 

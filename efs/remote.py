@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from efs.batch import check_batch, require_keys
+from efs.batch import check_form, require_keys
 from efs.burial import words_of
 from efs.clock import Clock, Deadline
 from efs.contract import Landing, NodeTable, PutBatch, PutOutcome, Span, VersionRow
@@ -228,9 +228,10 @@ class RemoteNode:
     # -- changes
 
     async def put(self, batch: PutBatch, deadline: Deadline) -> PutOutcome:
-        """See the contract. Checked here too: nothing is sent that the node would refuse."""
+        """See the contract. What the records say is checked by the node; only what cannot be said at all is refused
+        here."""
         self._changing.require_open()
-        check_batch(batch, self.node_index)
+        check_form(batch)
         rows = min(WIRE_BODY_BYTES // batch.payload.shape[1],
                    WIRE_METADATA_BYTES // put_metadata_bytes(1, batch.headers.shape[1]))
         if len(batch.keys) <= rows:

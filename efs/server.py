@@ -30,10 +30,12 @@ from efs.limits import (
     WIRE_AHEAD_BYTES,
     WIRE_CONNECTIONS,
     WIRE_CONNECTIONS_PER_PEER,
+    WIRE_KEPT_BYTES,
     WIRE_RECEIVE_BYTES,
     WIRE_WATCH_MS,
 )
 from efs.osio import Io
+from efs.scratch import Scratch
 from efs.session import Intake, ServedNode, Session
 
 _LOG: Final = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class NodeServer:
         self.nodes = {served.node_id: served for served in nodes}
         self.tokens = tokens or Tokens()
         self.intake = Intake(WIRE_RECEIVE_BYTES)
+        self.bodies = Scratch(WIRE_KEPT_BYTES)
         self.clock = clock
         self.draining = False
         self.ahead = memoryview(bytearray(WIRE_AHEAD_BYTES))

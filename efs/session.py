@@ -9,9 +9,13 @@ requests at a time. The bytes of all requests of all connections are counted aga
 are received; a put that does not fit is received into nowhere and refused, so that the connection lives on. READs are
 read as fast as the client takes them, WIRE_SEND_QUEUE_BYTES ahead.
 
+*Bodies* are received into memory that is used again for later ones, once the node has answered the put: then nothing
+refers to it. A put that was cancelled, failed or came to its deadline may still be written from its body, which is
+left to it for good.
+
 *What is stored was checked.* A process that embeds its nodes may trust its own memory; a server does not trust the
-network: the payload of every record must have the checksum in its header, and zeros behind it. Headers, keys and
-places are checked by the node itself (`efs/batch.py`).
+network: the payload of every record must have the checksum in its header, and zeros behind it. That a header is sound
+and of this key and place is then checked by the node itself (`efs/batch.py`), as of every put.
 
 *Reads* are sent from the node's memory map where it shows one and the slots are resident, else from memory that the
 node has read them into. A slot may be overwritten while it is being sent: the client verifies what it gets.
@@ -31,7 +35,6 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from efs.batch import BatchFields, check_batch
 from efs.checksum import xxh3_64
 from efs.clock import Clock, Deadline
 from efs.contract import Landing, Node, PutBatch, Span, Stride
@@ -81,7 +84,10 @@ from efs.messages import (
     encode_tenant_bytes,
 )
 from efs.metrics import CounterFile
+from efs.scratch import Scratch
+from efs.shard import LOCAL_BYTES, header_dtype, segments_of_entry
 from efs.sharedslab import SlabPlace
+from efs.staging import buffer_bytes
 from efs.stream import Stream
 from efs.wire import Header, Kind, encode_frame
 
@@ -146,6 +152,7 @@ class SessionHost(Protocol):
 
     tokens: Tokens
     intake: Intake
+    bodies: Scratch
     clock: Clock
     draining: bool
     ahead: memoryview
@@ -238,7 +245,7 @@ class Session:
         self._put = decode_put(metadata, header.body_bytes)
         if self._host.intake.take(header.body_bytes):
             self._coming += header.body_bytes
-            self._body = bytearray(header.body_bytes)
+            self._body = self._host.bodies.take(buffer_bytes(header.body_bytes))
         elif len(self._nowhere) == 0:
             self._nowhere = memoryview(bytearray(WIRE_HANDSHAKE_BYTES))
 
@@ -381,8 +388,10 @@ class Session:
         assert self._served is not None
         self._served.map_seen.require(head.map_version, node.node_index)
         batch = head.batch(body)
-        check_payload(batch, check_batch(batch, node.node_index))
-        return encode_outcome(await node.put(batch, deadline))
+        check_payload(batch)
+        outcome = await node.put(batch, deadline)
+        self._host.bodies.give(body)
+        return encode_outcome(outcome)
 
     async def _read(self, node: Node, request_id: int, spans: Sequence[Span], deadline: Deadline) -> bytes:
         """Send the slots of all spans, a piece at a time."""
@@ -405,10 +414,11 @@ def _cancelled(node: Node, request_id: int) -> bytes:
     return encode_frame(Kind.ERROR, request_id, encode_error(gone))
 
 
-def check_payload(batch: PutBatch, checked: BatchFields) -> None:
-    """InvalidArgument unless each payload has the checksum in its header and zeros behind it."""
+def check_payload(batch: PutBatch) -> None:
+    """InvalidArgument unless each payload has the checksum in its header, sound or not, and zeros behind it."""
     size = batch.shard_bytes
-    for row, (slot, expected) in enumerate(zip(batch.payload, checked.fields["payload_hash"].tolist(), strict=True)):
+    fields = batch.headers.reshape(-1).view(header_dtype(segments_of_entry(batch.headers.shape[1] + LOCAL_BYTES)))
+    for row, (slot, expected) in enumerate(zip(batch.payload, fields["payload_hash"].tolist(), strict=True)):
         if xxh3_64(slot[:size]) != expected:
             raise InvalidArgument(f"row {row} of the batch has a payload that its header does not describe")
     if batch.payload[:, size:].any():

@@ -31,7 +31,7 @@ from efs.wire import MAX_FRAME_BYTES, Kind, encode_frame
 from tests.support.clock import FakeClock
 from tests.support.gatednode import Gate
 from tests.support.rawclient import RawClient, hello_for
-from tests.support.records import LARGE, make_keys, make_records
+from tests.support.records import LARGE, Records, make_keys, make_records
 from tests.support.servedmemory import NODE_INDEX, ServedMemory, served_memory
 from tests.support.waiting import came_true
 
@@ -218,10 +218,39 @@ async def test_a_server_stores_nothing_that_its_header_does_not_describe(
         kind, metadata = await put_raw(served, batch)
         assert kind is Kind.ERROR
         assert why in metadata
-        assert served.node.batches == []
+        assert not served.twin.slots
         kind, _ = await put_raw(served, make_records(4, NODE_INDEX).batch())
         assert kind is Kind.ANSWER
         assert len(served.twin.slots) == 4
+
+
+async def test_a_body_comes_into_the_memory_of_an_answered_put_but_not_of_one_that_was_given_up() -> None:
+    async with served_memory() as served:
+        node = await served.connect()
+        for seed in (1, 2):
+            assert (await node.put(make_records(40, NODE_INDEX, seed=seed).batch(), soon(served))).stored.all()
+        held = Gate()
+        served.node.put_gate = held
+        with pytest.raises(NodeUnavailable):
+            await node.put(make_records(40, NODE_INDEX, seed=3).batch(), Deadline.after_ms(served.clock, 200))
+        served.node.put_gate = None
+        assert (await node.put(make_records(40, NODE_INDEX, seed=4).batch(), soon(served))).stored.all()
+        assert held.held == 1
+        held.release()
+        await served.node.all_done()
+        first, second, given_up, last = (batch.payload.ctypes.data for batch in served.node.batches)
+        assert first == second == given_up
+        assert last != given_up
+        for seed in (1, 2, 3, 4):
+            records = make_records(40, NODE_INDEX, seed=seed)
+            assert await served_bytes(served, records) == records.payload.tobytes()
+        await node.close()
+
+
+async def served_bytes(served: ServedMemory, records: Records) -> bytes:
+    """The payload of all records, as the twin has it."""
+    table = await served.twin.look_up(records.keys, soon(served))
+    return b"".join(bytes(served.twin.slots[location].payload) for location in table.location.tolist())
 
 
 async def test_a_put_that_does_not_fit_the_servers_memory_is_refused_and_the_connection_lives_on() -> None:
