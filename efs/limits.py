@@ -111,7 +111,9 @@ PUT_DEADLINE_MS: Final = 10_000
 MAX_DEADLINE_MS: Final = 60_000
 INITIAL_LAG_GRACE_MS: Final = 50.0
 """Wait for a lagging data shard before a lag estimate exists."""
-MIN_LAG_GRACE_MS: Final = 1.0
+MIN_LAG_GRACE_MS: Final = 5.0
+"""Less than this is no news: servers that share cores wait for their turns, a few milliseconds each. A fetch pays it
+once, before it knows a node to be slow; rebuilding for nothing costs it more (measured)."""
 MAX_LAG_GRACE_MS: Final = 250.0
 PUT_LAG_GRACE_MS: Final = 50.0
 """How long a put at eleven stored waits for the twelfth."""
