@@ -1,4 +1,4 @@
-"""One cluster of real server processes for all tests of a module that ask for it; each test finds it whole."""
+"""One cluster of real server processes on TCP for all tests of a module that ask for it; each test finds it whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GROUPS = [range(9), [9], [10], [11]]
 
 @pytest.fixture(scope="module")
 def shared_cluster() -> Iterator[ServedCluster]:
-    with served_cluster(GROUPS) as cluster:
+    with served_cluster(GROUPS, tcp=True) as cluster:
         yield cluster
 
 

@@ -69,10 +69,18 @@ async def back_to(filesystem: GroupedFileSystem, nodes: int) -> None:
     assert await came_true(lambda: len(filesystem.groups[0].health.readable()) == nodes, 40)
 
 
+async def sent_by(filesystem: GroupedFileSystem) -> int:
+    """Bytes of slots that the servers have sent."""
+    return sum(node.counters.get("wire_read_bytes", 0) for node in await filesystem.nodes())
+
+
 async def test_what_is_put_is_found_and_fetched(filesystem: GroupedFileSystem) -> None:
     blocks = await stored(filesystem, 1)
     assert await filesystem.match(blocks.keys, strict=True, deadline_ms=DEADLINE_MS) == BLOCKS
+    before = await sent_by(filesystem)
     await all_hit(filesystem, blocks)
+    asked_bytes = 11 * BLOCKS * SHAPE.slot_bytes
+    assert await sent_by(filesystem) - before >= asked_bytes, "what was read did not come over the wire"
     report = await filesystem.put(blocks.items, SHAPE, blocks.data, deadline_ms=DEADLINE_MS)
     assert report.already == BLOCKS
     nodes = await filesystem.nodes()
@@ -348,7 +356,7 @@ async def test_what_a_server_missed_is_repaired_through_the_servers(
         ("durability", "durabilty", "durab"),
         ('durability = "process"', 'durability = "none"', "none"),
         ("[[node]]\n", "", "cluster.toml"),
-        ("unix:", "http:", "must be unix:PATH"),
+        ("tcp:", "http:", "must be unix:PATH"),
     ],
 )
 async def test_a_file_that_says_something_else_is_refused(

@@ -12,6 +12,7 @@ import random
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -103,11 +104,13 @@ class ServerProcess:
 class ServedCluster:
     """Twelve node directories, cluster.toml, and the processes that serve them."""
 
-    def __init__(self, root: Path, config: StoreConfig, groups: Sequence[Sequence[int]], more: Sequence[str]) -> None:
+    def __init__(self, root: Path, config: StoreConfig, groups: Sequence[Sequence[int]], more: Sequence[str],
+                 tcp: bool) -> None:
         self.root = root
         self.config = config
         self.file = str(root / "cluster.toml")
-        self.addresses = [f"unix:{root}/s{number}" for number in range(len(groups))]
+        self.addresses = [f"tcp:127.0.0.1:{free_port()}" if tcp else f"unix:{root}/s{number}"
+                          for number in range(len(groups))]
         self.processes = [ServerProcess([config.node_paths[index] for index in group], address, *more)
                           for group, address in zip(groups, self.addresses, strict=True)]
         self.group_of = {index: number for number, group in enumerate(groups) for index in group}
@@ -144,14 +147,23 @@ def short_directory() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def free_port() -> int:
+    """A port of the loopback that nobody listens at just now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
 @contextmanager
-def served_cluster(groups: Sequence[Sequence[int]], *more: str) -> Iterator[ServedCluster]:
-    """A running cluster of twelve small nodes, empty."""
+def served_cluster(groups: Sequence[Sequence[int]], *more: str, tcp: bool = False) -> Iterator[ServedCluster]:
+    """A running cluster of twelve small nodes, empty. tcp: every byte goes over the wire; on a Unix socket a client
+    reads most of them from the server's slab by itself."""
     with short_directory() as base:
         root = base / "c"
         init_store(SystemIo(), str(root), NODE_CAPACITY_BYTES * STRIPE_SHARDS, node_paths=None, durability="process",
                    extent_bytes=EXTENT_BYTES, source=random.Random(7))
-        cluster = ServedCluster(root, read_store_config(SystemIo(), str(root)), groups, more)
+        cluster = ServedCluster(root, read_store_config(SystemIo(), str(root)), groups, more, tcp)
         cluster.write_file()
         try:
             cluster.start()
