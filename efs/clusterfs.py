@@ -72,9 +72,9 @@ who looks after the store, or not at all; none."""
 
 
 async def open_cluster(where: str, *, io: Io | None = None, clock: Clock | None = None, care: Care = "background",
-                       scrub: bool = False) -> GroupedFileSystem:
+                       mapped: bool = False, scrub: bool = False) -> GroupedFileSystem:
     """Open the cluster that a cluster.toml or the map of an etcd:// URL describes. A node that cannot be reached is a
-    degraded node.
+    degraded node. mapped: as of `FileSystem.open`, of the slabs that servers of this machine share.
 
     StoreNotFound, CorruptRecord, … name the file or URL, EtcdUnavailable the etcd; IdentityMismatch and HandshakeFailed
     say which server is another or refuses. With care "by hand" also Locked, naming the process that looks after the
@@ -82,17 +82,17 @@ async def open_cluster(where: str, *, io: Io | None = None, clock: Clock | None 
     """
     io, clock = io or SystemIo(), clock or SystemClock()
     if where.startswith(ETCD_SCHEME):
-        return await _open_mapped(parse_etcd_url(where), io, clock, care, scrub)
+        return await _open_etcd(parse_etcd_url(where), io, clock, care, mapped, scrub)
     path = os.path.abspath(where)
 
     async def read() -> ClusterConfig:
         return read_cluster(io, path)
 
-    client = await _Client.open(read, os.path.dirname(path), 0, io, clock, care, scrub)
+    client = await _Client.open(read, os.path.dirname(path), 0, io, clock, care, mapped, scrub)
     return client.filesystem
 
 
-async def _open_mapped(url: EtcdUrl, io: Io, clock: Clock, care: Care, scrub: bool) -> GroupedFileSystem:
+async def _open_etcd(url: EtcdUrl, io: Io, clock: Clock, care: Care, mapped: bool, scrub: bool) -> GroupedFileSystem:
     store = EtcdStore(url)
 
     async def read() -> ClusterConfig:
@@ -105,7 +105,7 @@ async def _open_mapped(url: EtcdUrl, io: Io, clock: Clock, care: Care, scrub: bo
 
     try:
         root = (await store.read()).map.root
-        client = await _Client.open(read, root, OTHERS_TOLERATED, io, clock, care, scrub)
+        client = await _Client.open(read, root, OTHERS_TOLERATED, io, clock, care, mapped, scrub)
     finally:
         await store.close()
 
@@ -126,7 +126,7 @@ class _Client:
     filesystem: GroupedFileSystem
 
     def __init__(self, read: Read, config: ClusterConfig, root: str, io: Io, clock: Clock, lock: OwnerLock | None,
-                 role: Role, tokens: Tokens, maintain: bool, scrub: bool) -> None:
+                 role: Role, tokens: Tokens, maintain: bool, mapped: bool, scrub: bool) -> None:
         self._read = read
         self._config = config
         self._map_held = MapHeld(config.version)
@@ -138,6 +138,7 @@ class _Client:
         self._role = role
         self._tokens = tokens
         self._maintain = maintain
+        self._mapped = mapped
         self._scrub = scrub
         self._quotas = Quotas((), clock)
         self._counters = (CounterFile.open(os.path.join(root, COUNTERS_FILE), writable=True, io=io)
@@ -147,7 +148,7 @@ class _Client:
 
     @classmethod
     async def open(cls, read: Read, root: str, others_tolerated: int, io: Io, clock: Clock, care: Care,
-                   scrub: bool) -> _Client:
+                   mapped: bool, scrub: bool) -> _Client:
         """read: how to read the description of the cluster. others_tolerated: in each group, how many servers may be
         another node than is wanted."""
         config = await read()
@@ -161,7 +162,7 @@ class _Client:
                 lock.release()
                 lock = None
             maintain = lock is not None and care == "background"
-            client = cls(read, config, root, io, clock, lock, role, tokens, maintain, scrub)
+            client = cls(read, config, root, io, clock, lock, role, tokens, maintain, mapped, scrub)
             client._nodes = await client._connect(client._places(config), others_tolerated)
             client._counters.add("nodes_degraded", sum(node.suspect for node in client._nodes))
             groups = await client._groups(config, range(config.ownership.groups), client._nodes)
@@ -183,7 +184,7 @@ class _Client:
     def _places(self, config: ClusterConfig) -> list[RemotePlace]:
         """By number."""
         return [RemotePlace(endpoint, config.cluster_id, node_id, number % STRIPE_SHARDS, self._role, self._tokens,
-                            config.durability, self._map_held)
+                            config.durability, self._map_held, self._mapped)
                 for number, (endpoint, node_id) in enumerate(zip(config.endpoints, config.node_ids, strict=True))]
 
     async def _connect(self, places: Sequence[RemotePlace], others_tolerated: int) -> list[RemoteNode]:

@@ -77,7 +77,8 @@ class MapHeld:
 
 @dataclass(frozen=True, slots=True)
 class RemotePlace:
-    """Which node is wanted, where, and in which role. durability: what its acknowledgements must promise; None: any."""
+    """Which node is wanted, where, and in which role. durability: what its acknowledgements must promise; None: any.
+    mapped: read the slab that it shares through a memory map."""
 
     endpoint: Endpoint
     cluster_id: str
@@ -87,6 +88,7 @@ class RemotePlace:
     tokens: Tokens = field(default_factory=Tokens)
     durability: str | None = None
     map_held: MapHeld = field(default_factory=MapHeld)
+    mapped: bool = False
 
 
 class Pieces(Protocol):
@@ -321,7 +323,7 @@ class Link:
         if place.durability not in (None, welcome.durability):
             raise IdentityMismatch(place.endpoint, "durability", welcome.durability, place.durability)
         if self._io is not None and welcome.slab is not None:
-            self.slab = SharedSlab.open(self._io, welcome.slab, place.node_id)
+            self.slab = SharedSlab.open(self._io, welcome.slab, place.node_id, mapped=place.mapped)
         self._ready = self._was_ready = True
         self.refusal = None
         self._counters.add("remote_connected")

@@ -4,9 +4,9 @@ One connection carries what readers wait for, the other puts, drops and collecti
 the payload of a put. The node is *suspect* while either of them is missing or owes an answer: whoever asks
 `efs.health` then leaves it alone.
 
-Nothing is answered from memory: `look_up_now`, `headers_now` and `views_now` say None. `read_now` reads the slab of a
-server on this machine that shares it, else it says False (docs/decisions/0015). A fetch over the wire takes three round
-trips (docs/decisions/0009). Calls that are larger than a frame are sent in parts.
+Nothing is answered from memory: `look_up_now` and `headers_now` say None. `read_now` and `views_now` read the slab of a
+server on this machine that shares it, else they say False and None (docs/decisions/0015). A fetch over the wire takes
+three round trips (docs/decisions/0009). Calls that are larger than a frame are sent in parts.
 
 *Reads.* The slots of all spans come as one sequence of bytes in the order of the spans, cut into pieces. Each byte goes
 from the socket to where the landing's strides say, or to memory that nobody reads: padding, gaps between strides, what
@@ -207,8 +207,9 @@ class RemoteNode:
     # -- payload
 
     def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
-        """None: the memory is another process's."""
-        return None
+        """Of the server's slab, where it shares one and maps are wanted (`efs/sharedslab.py`), else None."""
+        slab = self._reading.slab
+        return None if slab is None else slab.views_now(spans)
 
     def read_now(self, span: Span, landing: Landing) -> bool:
         """From the server's slab where it shares one (`efs/sharedslab.py`), else False."""

@@ -7,15 +7,18 @@ all that changes anything. The file is opened for reading only, so the server st
 
 *What may go wrong is what may go wrong in the server too.* A slot may be used again, or its extent cut anew, between
 the look-up and the read: the reader verifies every byte and looks the record up again (`efs/examine.py`). How an extent
-is cut is read from its own header page before each range. `preadv` and not a map: a failing disk is an error, not
-SIGBUS.
+is cut is read from its own header page before each range. Ranges are read with `preadv`, or copied from a memory map
+where whoever opened the store has asked for maps: a failing disk is then SIGBUS, not an error.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from efs.contract import Landing, Span
 from efs.errors import EfsError
@@ -44,28 +47,33 @@ def place_of(slab: Slab) -> SlabPlace:
 class SharedSlab:
     """A `SlotSource` over another process's slab. Belongs to the loop's thread."""
 
-    def __init__(self, io: Io, slab: Slab) -> None:
+    def __init__(self, io: Io, slab: Slab, mapped: bool) -> None:
         self._io = io
         self.slab = slab
         self._head = memoryview(bytearray(EXTENT_HEADER_BYTES))
         self._known: dict[int, tuple[bytes, Geometry | None]] = {}
-        self._reads = SlotReads(self, mapped=False)
+        self._reads = SlotReads(self, mapped)
 
     @classmethod
-    def open(cls, io: Io, place: SlabPlace, node_id: str) -> SharedSlab | None:
+    def open(cls, io: Io, place: SlabPlace, node_id: str, *, mapped: bool = False) -> SharedSlab | None:
         """None where there is no such file for this process, or another one."""
         try:
-            slab = Slab.open(io, place.path, bytes.fromhex(node_id), place.extent_bytes, place.extents, writable=False)
+            slab = Slab.open(io, place.path, bytes.fromhex(node_id), place.extent_bytes, place.extents, writable=False,
+                             mapped=mapped)
         except (EfsError, ValueError):
             return None
         found = os.fstat(slab.fd)
         if (found.st_dev, found.st_ino) != (place.device, place.inode):
             slab.close()
             return None
-        return cls(io, slab)
+        return cls(io, slab, mapped)
 
     def close(self) -> None:
         self.slab.close()
+
+    def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
+        """See the contract."""
+        return self._reads.views_now(spans)
 
     def read_now(self, span: Span, landing: Landing) -> bool:
         """See the contract."""

@@ -3,7 +3,8 @@
 Everything runs on this machine, so the servers' work counts as well as the client's: on two cores it is the time of
 thirteen processes. Units, checks and the reference work are those of `kvstore/benchwork.py`. Cases:
 
-- fetch over Unix sockets and over TCP on the loopback, all nodes there.
+- fetch over Unix sockets and over TCP on the loopback, all nodes there; over Unix sockets also by a client that maps
+  the slabs.
 - fetch with one server stopped (SIGSTOP) once that was noticed, and the very first fetch of a client that was connected
   before the stop: each time another client, in milliseconds.
 - fetch with two servers killed (SIGKILL), once that was noticed.
@@ -73,6 +74,7 @@ async def _all_cases(plan: Plan, steps: Steps) -> list[Row]:
     with _served(plan.directory / "unix", plan, "unix") as servers:
         await store_reference(servers.file, work)
         rows.append(await _healthy("Unix sockets", servers, plan, work))
+        rows.append(await _healthy("Unix sockets, mapped", servers, plan, work, "mapped"))
         steps.begin("put to servers")
         rows.append((await timed_puts(servers.file, plan, work)).row("put to servers", PUT_TARGET))
         steps.begin("one server stopped")
@@ -84,8 +86,8 @@ async def _all_cases(plan: Plan, steps: Steps) -> list[Row]:
     return rows
 
 
-async def _healthy(over: str, servers: _Servers, plan: Plan, work: Work) -> Row:
-    async with opened(servers.file) as store:
+async def _healthy(over: str, servers: _Servers, plan: Plan, work: Work, backend: str = "preadv") -> Row:
+    async with opened(servers.file, backend) as store:
         times = await timed_fetches(store, plan, work)
     return _row(times, f"fetch over {over}, healthy", FETCH_TARGET)
 

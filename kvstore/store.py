@@ -108,7 +108,7 @@ class KVStore:
         config = config or Config()
         cluster = cluster_of(url)
         filesystem: AnyFileSystem = (
-            await open_cluster(cluster, scrub=config.scrub) if cluster is not None
+            await open_cluster(cluster, mapped=config.mapped, scrub=config.scrub) if cluster is not None
             else await FileSystem.open(store_root(url), mapped=config.mapped, scrub=config.scrub))
         root = filesystem.root if cluster is not None and filesystem.root is not None else store_root(url)
         try:

@@ -65,8 +65,9 @@ def in_ms(milliseconds: float = 20_000) -> Deadline:
 
 
 @asynccontextmanager
-async def shared(path: Path, address: str = "unix:s") -> AsyncIterator[Shared]:
+async def shared(path: Path, address: str = "unix:s", mapped: bool = False) -> AsyncIterator[Shared]:
     io = SystemIo()
+    path.mkdir(exist_ok=True)
     directory = str(path / "node")
     DirectoryNode.create(io, directory, PLACE, NODE_ID, 8 * MIB)
     counters = CounterFile.in_memory()
@@ -74,8 +75,8 @@ async def shared(path: Path, address: str = "unix:s") -> AsyncIterator[Shared]:
     server = NodeServer([ServedNode(inner, PLACE.cluster_id, NODE_ID, "process", counters,
                                     slab=inner.slab_place)], io, CLOCK)
     endpoint = server.listen(parse_endpoint(address, str(path)))
-    node = await RemoteNode.open(RemotePlace(endpoint, PLACE.cluster_id, NODE_ID, NODE_INDEX, Role.OPERATOR), CLOCK,
-                                 CounterFile.in_memory(), 20_000)
+    place = RemotePlace(endpoint, PLACE.cluster_id, NODE_ID, NODE_INDEX, Role.OPERATOR, mapped=mapped)
+    node = await RemoteNode.open(place, CLOCK, CounterFile.in_memory(), 20_000)
     records = make_records(12, NODE_INDEX)
     assert (await node.put(records.batch(), in_ms())).stored.all()
     table = await node.look_up(records.keys, in_ms())
@@ -99,12 +100,33 @@ def base(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_a_client_on_a_unix_socket_reads_the_slab_and_asks_the_server_for_no_slot(base: Path) -> None:
-    async with shared(base) as case:
+@pytest.mark.parametrize("mapped", [False, True])
+async def test_a_client_on_a_unix_socket_reads_the_slab_and_asks_the_server_for_no_slot(
+    base: Path, mapped: bool
+) -> None:
+    async with shared(base, mapped=mapped) as case:
         buffer = bytearray(len(case.bytes))
         assert case.node.read_now(case.span, case.landing(buffer))
         assert buffer == case.bytes
         assert case.counters.get("wire_reads") == 0
+
+
+async def test_a_client_that_wants_maps_is_shown_the_slots_and_another_is_not(base: Path) -> None:
+    async with shared(base, mapped=True) as case:
+        wrong = Span(case.span.location | (1 << 20) - 2, 12, case.span.shard_bytes, case.span.slot_bytes)
+        views = case.node.views_now([case.span, wrong])
+        assert views is not None
+        right, nothing = views
+        assert right is not None
+        assert nothing is None
+        assert right[:, : case.records.shape.shard_bytes].tobytes() == case.bytes
+        for session in list(case.server._sessions):
+            session.close("the test wants it")
+        assert await came_true(lambda: case.node.suspect)
+        assert case.node.views_now([case.span]) is None
+        assert right[:, : case.records.shape.shard_bytes].tobytes() == case.bytes, "the map lives as long as a view"
+    async with shared(base / "other") as case:
+        assert case.node.views_now([case.span]) is None
 
 
 async def test_a_revoked_landing_gets_nothing(base: Path) -> None:

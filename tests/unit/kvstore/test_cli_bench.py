@@ -90,11 +90,13 @@ def test_lost_nodes_were_really_lost_and_healthy_runs_rebuilt_nothing(report: Be
                 assert row(report, f"fetch {age}, {backend}, {gone}").notes["rebuilt"] > 0
 
 
+@pytest.mark.timeout(400)
 def test_node_servers_are_measured_stopped_and_killed(tmp_path: Path) -> None:
     report = run_served_bench(replace(small_plan(tmp_path), runs=1))
     assert [(found.case, found.unit, found.target) for found in report.rows] == [
         ("fetch over TCP, healthy", "x memcpy", 2.4),
         ("fetch over Unix sockets, healthy", "x memcpy", 2.4),
+        ("fetch over Unix sockets, mapped, healthy", "x memcpy", 2.4),
         ("put to servers", "x memcpy", 14.0),
         ("fetch, one server stopped", "x memcpy", 3.0),
         ("very first fetch, one server stopped", "ms", 250.0),
