@@ -12,13 +12,15 @@ Everything of the cluster NAME has a key below /NAME/:
      "node_capacity_bytes": …, "extent_bytes": …,                          what a node is made with
      "retention_seconds": …,                                               left out where it is the default
      "groups": [{"places": [{"node_id": …, "address": …, "incarnation": 1, "drain": false}, … twelve in order],
-                 "added_at": seconds since 1970, left out for the first group}, …]}
+                 "added_at": seconds since 1970, left out for the first group}, …],
+     "spares": [{"node_id": …, "address": …}, …]}                          left out where there is none
 
 *The map* is changed by an operator's command only. Each change raises `version` by one and is written only if the
 document is still the one that was read, so that of two changes at once one is refused. `incarnation` counts the nodes
 that a place has had; each has an id of its own. Clients ask a server for the id that the map names, so that a server
 of an earlier incarnation is refused wherever it turns up. Groups are added at the end and never removed
-(`efs/ownership.py`); node n of the cluster is place n mod 12 of group n div 12.
+(`efs/ownership.py`); node n of the cluster is place n mod 12 of group n div 12. A spare is a node in no place; one
+change takes it out of the list and puts it into a place.
 
 *Paths* of the root and of token files are as each client's machine has them, and tokens never stand in etcd. The root
 is where the tenants file is looked for, and on `upkeep_host` the lock and the notes of who looks after the store.
@@ -38,7 +40,15 @@ from typing import Final
 import msgspec
 
 from efs.cluster import Durability
-from efs.clusterfile import ClusterConfig, require_drainable, require_members
+from efs.clusterfile import (
+    ClusterConfig,
+    Spare,
+    require_drainable,
+    require_members,
+    require_number,
+    require_spare,
+    require_spares,
+)
 from efs.endpoint import parse_endpoint
 from efs.errors import CorruptRecord, FormatUnsupported, InvalidArgument
 from efs.limits import ETCD_DOCUMENT_BYTES, GROUP_RETENTION_SECONDS, STRIPE_SHARDS
@@ -97,6 +107,14 @@ class MapPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class MapSpare:
+    """A node in no place: who it is, and at which address."""
+
+    node_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterMap:
     """See the module docstring. places: of all groups, twelve each, in order."""
 
@@ -111,16 +129,19 @@ class ClusterMap:
     token_file: str | None = None
     operator_token_file: str | None = None
     ownership: Ownership = field(default_factory=Ownership)
+    spares: tuple[MapSpare, ...] = ()
 
     def __post_init__(self) -> None:
-        require_members(self.cluster_id, [place.node_id for place in self.places], self.ownership.groups)
+        node_ids = [place.node_id for place in self.places]
+        require_members(self.cluster_id, node_ids, self.ownership.groups)
+        require_spares(node_ids, [spare.node_id for spare in self.spares])
         require_drainable(self.draining)
         for path in (self.root, self.token_file, self.operator_token_file):
             if path is not None and (not os.path.isabs(path) or "\0" in path):
                 raise InvalidArgument(f"the path {path!r} must be absolute")
-        for place in self.places:
-            if (endpoint := parse_endpoint(place.address)).path is not None and not os.path.isabs(endpoint.path):
-                raise InvalidArgument(f"the address {place.address!r} must have an absolute path")
+        for address in [*(place.address for place in self.places), *(spare.address for spare in self.spares)]:
+            if (endpoint := parse_endpoint(address)).path is not None and not os.path.isabs(endpoint.path):
+                raise InvalidArgument(f"the address {address!r} must have an absolute path")
         numbers = (self.version, self.node_capacity_bytes, self.extent_bytes,
                    *(place.incarnation for place in self.places))
         if not all(1 <= number <= _MOST for number in numbers):
@@ -136,7 +157,8 @@ class ClusterMap:
         return ClusterConfig(self.cluster_id, self.durability, tuple(place.node_id for place in self.places),
                              tuple(parse_endpoint(place.address) for place in self.places), self.upkeep_host,
                              self.token_file, self.operator_token_file, self.version, self.ownership,
-                             self.draining)
+                             self.draining, tuple(place.incarnation for place in self.places),
+                             tuple(Spare(spare.node_id, parse_endpoint(spare.address)) for spare in self.spares))
 
     def with_group(self, nodes: Sequence[tuple[str, str]], now: float) -> ClusterMap:
         """The next version, with one more group of twelve (id, address) nodes, added now."""
@@ -158,19 +180,38 @@ class ClusterMap:
         """The next version, with a node drained or not any more."""
         return self._with(node_index, replace(self._place(node_index), drain=drain))
 
+    def with_spare(self, node_id: str, address: str) -> ClusterMap:
+        """The next version, with one more spare."""
+        return replace(self, version=self.version + 1, spares=(*self.spares, MapSpare(node_id, address)))
+
+    def without_spare(self, node_id: str) -> ClusterMap:
+        """The next version, without a spare."""
+        require_spare(node_id, [spare.node_id for spare in self.spares])
+        return replace(self, version=self.version + 1,
+                       spares=tuple(spare for spare in self.spares if spare.node_id != node_id))
+
+    def with_spare_placed(self, node_index: int, node_id: str) -> ClusterMap:
+        """The next version, with a spare in a place instead of the node there: the place's next incarnation."""
+        left = self.without_spare(node_id)
+        spare = next(spare for spare in self.spares if spare.node_id == node_id)
+        placed = MapPlace(node_id, spare.address, self._place(node_index).incarnation + 1)
+        return replace(self, version=left.version, spares=left.spares, places=self._places_with(node_index, placed))
+
     def _place(self, node_index: int) -> MapPlace:
-        if not 0 <= node_index < len(self.places):
-            raise InvalidArgument(f"no node has index {node_index}, must be 0 to {len(self.places) - 1}")
+        require_number(node_index, len(self.places))
         return self.places[node_index]
 
     def _with(self, node_index: int, place: MapPlace) -> ClusterMap:
-        places = (*self.places[:node_index], place, *self.places[node_index + 1 :])
-        return replace(self, places=places, version=self.version + 1)
+        return replace(self, places=self._places_with(node_index, place), version=self.version + 1)
+
+    def _places_with(self, node_index: int, place: MapPlace) -> tuple[MapPlace, ...]:
+        return (*self.places[:node_index], place, *self.places[node_index + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class ServerNote:
-    """What a server says of a node that it serves: the addresses at which it listens, and the node's state."""
+    """What a server says of a node that it serves: the addresses at which it listens, and the node's state. Of a spare
+    the index is NO_PLACE and the state "spare"."""
 
     node_id: str
     node_index: int
@@ -199,6 +240,7 @@ class _Map(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     extent_bytes: int
     groups: list[_Group]
     retention_seconds: int = GROUP_RETENTION_SECONDS
+    spares: list[MapSpare] = []
 
 
 class _Format(msgspec.Struct):
@@ -212,7 +254,7 @@ def encode_map(cluster_map: ClusterMap) -> bytes:
               for group, added_at in enumerate(values.ownership.added_at)]
     document = _Map(MAP_FORMAT_VERSION, values.version, values.cluster_id, values.durability, values.root,
                     values.upkeep_host, values.token_file, values.operator_token_file, values.node_capacity_bytes,
-                    values.extent_bytes, groups, values.ownership.retention_seconds)
+                    values.extent_bytes, groups, values.ownership.retention_seconds, list(values.spares))
     data = msgspec.json.format(msgspec.json.encode(document), indent=1)
     assert len(data) <= ETCD_DOCUMENT_BYTES
     return data
@@ -235,7 +277,7 @@ def decode_map(data: bytes, where: str) -> ClusterMap:
         places = tuple(place for group in document.groups for place in group.places)
         return ClusterMap(document.version, document.cluster_id, document.durability, document.root,
                           document.node_capacity_bytes, document.extent_bytes, places, document.upkeep_host,
-                          document.token_file, document.operator_token_file, ownership)
+                          document.token_file, document.operator_token_file, ownership, tuple(document.spares))
     except (msgspec.DecodeError, InvalidArgument, UnicodeDecodeError, RecursionError) as error:
         raise CorruptRecord(f"{where}: {error}") from error
 

@@ -74,13 +74,14 @@ class CodecError(EfsError):
 
 
 class NodeUnavailable(EfsError):
-    """A node cannot serve now: its directory is absent, its disk fails, or its queue is full. Use other nodes."""
+    """A node cannot serve now: its directory is absent, its disk fails, or its queue is full. Use other nodes. A
+    negative index is that of a spare, which has no place."""
 
     retryable = True
 
     def __init__(self, node_index: int, why: str) -> None:
         self.node_index = node_index
-        super().__init__(f"node {node_index} is unavailable: {why}")
+        super().__init__(f"{f'node {node_index}' if node_index >= 0 else 'the spare'} is unavailable: {why}")
 
 
 class NodeReadOnly(NodeUnavailable):
@@ -105,6 +106,12 @@ class OutdatedMap(EfsError):
     def __init__(self, node_index: int, why: str) -> None:
         self.node_index = node_index
         super().__init__(f"node {node_index} refuses a write: {why}")
+
+
+class PlaceNotGiven(EfsError):
+    """A spare is asked for as a node whose place it has not been given, or not yet. Tried again by itself."""
+
+    retryable = True
 
 
 class StoreClosed(EfsError):

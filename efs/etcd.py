@@ -45,7 +45,9 @@ from efs.limits import (
     MAX_ETCD_RETRY_MS,
     STRIPE_SHARDS,
 )
-from efs.session import ServedNode
+from efs.servedspare import ServedSpare
+from efs.session import Served, ServedNode
+from efs.types import NO_PLACE
 
 T = TypeVar("T")
 
@@ -251,9 +253,10 @@ def _reason(error: Exception) -> str:
 class Registration:
     """Says in etcd which nodes this process serves; see the module docstring. `run` in the background."""
 
-    def __init__(self, url: EtcdUrl, served: Sequence[ServedNode], addresses: Sequence[str], clock: Clock) -> None:
+    def __init__(self, url: EtcdUrl, served: Sequence[Served], addresses: Sequence[str], clock: Clock) -> None:
+        """served: looked at anew each time, because a spare becomes a node."""
         self._store = EtcdStore(url)
-        self._served = tuple(served)
+        self._served = served
         self._addresses = tuple(addresses)
         self._clock = clock
         self._strange: set[str] = set()
@@ -285,10 +288,11 @@ class Registration:
                 found = (await self._store.read()).map
                 places = found.places
                 named = {(place.node_id, number % STRIPE_SHARDS) for number, place in enumerate(places)}
-                for served in self._served:
-                    if served.cluster_id == found.cluster_id:
+                named |= {(spare.node_id, NO_PLACE) for spare in found.spares}
+                for served in list(self._served):
+                    if isinstance(served, ServedNode) and served.cluster_id == found.cluster_id:
                         served.map_seen.told(found.version)
-                    await self._tell(served, (served.node_id, served.node.node_index) in named, told, lease)
+                    await self._tell(served, (served.node_id, served.node_index) in named, told, lease)
                 await asyncio.sleep(ETCD_BEAT_MS / 1000)
                 if not await self._store.renew(lease):
                     return
@@ -297,17 +301,20 @@ class Registration:
                 await self._store.revoke(lease)
             raise
 
-    async def _tell(self, served: ServedNode, in_map: bool, told: dict[str, ServerNote], lease: int) -> None:
-        node_id, index = served.node_id, served.node.node_index
+    async def _tell(self, served: Served, in_map: bool, told: dict[str, ServerNote], lease: int) -> None:
+        node_id, index = served.node_id, served.node_index
         if not in_map:
-            if node_id not in self._strange:
+            if node_id not in self._strange and isinstance(served, ServedSpare):
+                _LOG.warning("the map lists no spare %s", node_id)
+            elif node_id not in self._strange:
                 _LOG.warning("the map names another node %d than %s: clients do not come", index, node_id)
             self._strange.add(node_id)
             if told.pop(node_id, None) is not None:
                 await self._store.forget(node_id)
             return
         try:
-            state = (await served.node.info(Deadline.after_ms(self._clock, INFO_DEADLINE_MS))).state
+            state = ("spare" if isinstance(served, ServedSpare)
+                     else (await served.node.info(Deadline.after_ms(self._clock, INFO_DEADLINE_MS))).state)
         except EfsError as error:
             _LOG.info("node %d does not say how it is: %s", index, error)
             state = "suspect"

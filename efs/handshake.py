@@ -1,6 +1,7 @@
 """Who is who on a connection: the first four frames, before which nothing else is taken. Pure.
 
-    client → HELLO      which node is wanted (cluster id, node id, index), the role, a nonce of 32 bytes
+    client → HELLO      which node is wanted (cluster id, node id, index; NO_PLACE for a spare), the role, a nonce of
+                        32 bytes
     server → CHALLENGE  its own nonce, and its proof
     client → PROOF      the client's proof
     server → WELCOME    the node as it is, and what its acknowledgements promise
@@ -16,9 +17,9 @@ read or write, put a tunnel around it.
 
 *Roles.* `data` may do what fetches, puts and their repairs need: LOOK_UP, HEADERS, READ, PUT, TOUCH, VERIFY (a node
 checks its own record, and drops it only if it finds it bad), INFO, TENANT_BYTES. `operator` may also list what is held,
-remove it and have it evicted: LIST, DROP, COLLECT, BURY, which is what sweeps, scrubs, whole repairs and purges need. A
-server may have a second token for operators; then the first one makes nobody an operator. Without tokens (loopback and
-Unix sockets only) everybody who reaches it may choose.
+remove it and have it evicted: LIST, DROP, COLLECT, BURY, which is what sweeps, scrubs, whole repairs and purges need;
+and give a spare its place: TAKE_PLACE. A server may have a second token for operators; then the first one makes nobody
+an operator. Without tokens (loopback and Unix sockets only) everybody who reaches it may choose.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Role(StrEnum):
     OPERATOR = "operator"
 
 
-OPERATOR_KINDS: Final = frozenset({Kind.LIST, Kind.DROP, Kind.COLLECT, Kind.BURY})
+OPERATOR_KINDS: Final = frozenset({Kind.LIST, Kind.DROP, Kind.COLLECT, Kind.BURY, Kind.TAKE_PLACE})
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):

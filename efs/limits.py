@@ -262,6 +262,10 @@ NONCE_BYTES: Final = 32
 MAX_CLUSTER_GROUPS: Final = 64
 """768 nodes: a client has two connections to each, and a process 1,024 descriptors to begin with; more need raised
 limits of everything."""
+MAX_CLUSTER_SPARES: Final = 64
+"""One for each of the most groups."""
+TAKE_PLACE_MS: Final = 8_000.0
+"""For a spare to open its directory as a node: an empty one, but on a disk that others use."""
 GROUP_RETENTION_SECONDS: Final = 7 * 86_400
 """After a group was added, for so long look-ups go to earlier owners too. What is used at all is used within a week;
 misses of moved keys cost a second look-up meanwhile."""
@@ -275,7 +279,8 @@ LOCATE_SHARE: Final = 0.25
 # -- etcd -----------------------------------------------------------------------------------------------------------
 
 ETCD_DOCUMENT_BYTES: Final = 512 * KIB
-"""A map or a server's note: MAX_CLUSTER_GROUPS times twelve places of 600 bytes, and long paths; etcd takes 1.5 MiB."""
+"""A map or a server's note: MAX_CLUSTER_GROUPS times twelve places and MAX_CLUSTER_SPARES of 600 bytes, and long paths;
+etcd takes 1.5 MiB."""
 ETCD_CALL_MS: Final = 3_000.0
 """For one call to etcd: an election of its members takes one second."""
 ETCD_REREAD_MS: Final = 15_000.0
@@ -291,6 +296,7 @@ OTHERS_TOLERATED: Final = PARITY_SHARDS
 """Places in which a client that opens a cluster by its map may find another node: as many as reads go without."""
 
 assert ETCD_BEAT_MS + ETCD_CALL_MS < ETCD_LEASE_SECONDS * 1000
+assert TAKE_PLACE_MS < WIRE_LOST_MS
 assert DATA_SHARDS < FANOUT < STRIPE_SHARDS
 assert DATA_SHARDS < ACK_SHARDS < STRIPE_SHARDS
 assert MAX_BLOCK_BYTES // DATA_SHARDS * 2 < EXTENT_BYTES

@@ -24,7 +24,15 @@ from typing import Final, Protocol, TypeVar
 
 from efs.clock import Clock, Deadline
 from efs.endpoint import Endpoint, connect
-from efs.errors import EfsError, HandshakeFailed, IdentityMismatch, InvalidArgument, NodeUnavailable, WireError
+from efs.errors import (
+    EfsError,
+    HandshakeFailed,
+    IdentityMismatch,
+    InvalidArgument,
+    NodeUnavailable,
+    PlaceNotGiven,
+    WireError,
+)
 from efs.handshake import (
     Hello,
     Role,
@@ -55,6 +63,7 @@ from efs.metrics import CounterFile
 from efs.osio import Io
 from efs.sharedslab import SharedSlab
 from efs.stream import Buffer, Stream
+from efs.types import NO_PLACE
 from efs.wire import Header, Kind, encode_frame
 
 T = TypeVar("T")
@@ -77,8 +86,8 @@ class MapHeld:
 
 @dataclass(frozen=True, slots=True)
 class RemotePlace:
-    """Which node is wanted, where, and in which role. durability: what its acknowledgements must promise; None: any.
-    mapped: read the slab that it shares through a memory map."""
+    """Which node is wanted, where, and in which role; with the index NO_PLACE a spare. durability: what its
+    acknowledgements must promise; None: any. mapped: read the slab that it shares through a memory map."""
 
     endpoint: Endpoint
     cluster_id: str
@@ -89,6 +98,9 @@ class RemotePlace:
     durability: str | None = None
     map_held: MapHeld = field(default_factory=MapHeld)
     mapped: bool = False
+
+    def __str__(self) -> str:
+        return "a spare" if self.node_index == NO_PLACE else f"node {self.node_index}"
 
 
 class Pieces(Protocol):
@@ -148,7 +160,7 @@ class Link:
         """Why the server does not take this client, where trying again will not help by itself."""
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._keep(), name=f"link to node {self._place.node_index}")
+        self._task = asyncio.create_task(self._keep(), name=f"link to {self._place}")
 
     @property
     def ready(self) -> bool:
@@ -306,7 +318,9 @@ class Link:
         assert self._stream is not None
         if header.kind is Kind.ERROR:
             said = decode_error(metadata, place.node_index)
-            raise HandshakeFailed(f"node {place.node_index} at {place.endpoint}: {_reason(said)}")
+            if isinstance(said, PlaceNotGiven):
+                raise said
+            raise HandshakeFailed(f"{place} at {place.endpoint}: {_reason(said)}")
         if header.kind is Kind.CHALLENGE:
             challenge = decode_challenge(metadata)
             token = place.tokens.of(place.role)
@@ -385,7 +399,7 @@ class Link:
         self._why = f"{self._place.endpoint}: {why}"
         if self._ready:
             self._counters.add("remote_lost")
-            _LOG.info("the connection to node %d was lost: %s", self._place.node_index, self._why)
+            _LOG.info("the connection to %s was lost: %s", self._place, self._why)
         self._ready = False
         if self.slab is not None:
             self.slab.close()

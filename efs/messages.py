@@ -23,7 +23,9 @@ of rows follow from lengths where they can; where they cannot, a request begins 
               generation, block bytes (uint64), arrival ms (uint64), stamp, depth, segments (uint32), tenant tag (8
               bytes), shard (uint8)
     COLLECT   empty;                                             answer: how many
-    INFO      empty;                                             answer: map of the fields of `NodeInfo`
+    INFO      empty;                                             answer: map of the fields of `NodeInfo`, of a spare
+              those of `SpareInfo`
+    TAKE_PLACE  [group, index], to a spare alone;                answer: empty, when it is that node
     BURY      tenant tags, 8 bytes each;                         answer: how many records went
     TENANT_BYTES  empty;                                         answer: map from tenant tag to bytes
     ERROR     [kind, why], kind one of `ERRORS`
@@ -43,20 +45,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.contract import NodeTable, PutBatch, PutOutcome, Span, VersionRow
-from efs.errors import EfsError, InvalidArgument, NodeFull, NodeReadOnly, NodeUnavailable, OutdatedMap, WireError
+from efs.errors import (
+    EfsError,
+    InvalidArgument,
+    NodeFull,
+    NodeReadOnly,
+    NodeUnavailable,
+    OutdatedMap,
+    PlaceNotGiven,
+    WireError,
+)
 from efs.limits import (
     DIGEST_BYTES,
     HOLLOW_GRACE_MS,
     KEY_BYTES,
+    MAX_CLUSTER_GROUPS,
     MAX_KEYS_PER_CALL,
     MAX_SEGMENTS,
     MAX_SLOTS_PER_EXTENT,
+    STRIPE_SHARDS,
     WIRE_BODY_BYTES,
     WIRE_LISTED,
     WIRE_METADATA_BYTES,
 )
 from efs.shard import header_bytes
-from efs.types import DropItem, ListedRecord, ListPage, NodeInfo
+from efs.types import DropItem, ListedRecord, ListPage, NodeInfo, SpareInfo
 
 T = TypeVar("T")
 
@@ -336,12 +349,28 @@ def decode_flag(data: bytes) -> bool:
     return _decode(data, bool)
 
 
-def encode_info(info: NodeInfo) -> bytes:
+def encode_info(info: NodeInfo | SpareInfo) -> bytes:
     return msgspec.msgpack.encode(info)
 
 
 def decode_info(data: bytes) -> NodeInfo:
     return _decode(data, NodeInfo)
+
+
+def decode_spare_info(data: bytes) -> SpareInfo:
+    return _decode(data, SpareInfo)
+
+
+def encode_place_given(group: int, node_index: int) -> bytes:
+    return msgspec.msgpack.encode((group, node_index))
+
+
+def decode_place_given(data: bytes) -> tuple[int, int]:
+    """Group and index."""
+    group, node_index = _decode(data, tuple[int, int])
+    if not 0 <= group < MAX_CLUSTER_GROUPS or not 0 <= node_index < STRIPE_SHARDS:
+        raise WireError(f"a place {node_index} of group {group}")
+    return group, node_index
 
 
 def encode_tags(tags: Collection[bytes]) -> bytes:
@@ -362,7 +391,7 @@ def decode_tenant_bytes(data: bytes) -> dict[bytes, int]:
     return _decode(data, dict[bytes, int])
 
 
-ERRORS: Final = ("invalid", "read-only", "full", "unavailable")
+ERRORS: Final = ("invalid", "read-only", "full", "outdated", "spare", "unavailable")
 """Kinds of ERROR. Whatever else goes wrong on a server makes its node unavailable to the client."""
 
 
@@ -373,7 +402,8 @@ def encode_error(error: EfsError) -> bytes:
     named = isinstance(error, NodeUnavailable | NodeFull | OutdatedMap)
     why = str(error).partition(": ")[2] if named else str(error)
     kind = ("read-only" if isinstance(error, NodeReadOnly) else "full" if isinstance(error, NodeFull)
-            else "outdated" if isinstance(error, OutdatedMap) else "unavailable")
+            else "outdated" if isinstance(error, OutdatedMap) else "spare" if isinstance(error, PlaceNotGiven)
+            else "unavailable")
     return msgspec.msgpack.encode((kind, why))
 
 
@@ -387,4 +417,6 @@ def decode_error(data: bytes, node_index: int) -> EfsError:
         return NodeFull(node_index, why)
     if kind == "outdated":
         return OutdatedMap(node_index, why)
+    if kind == "spare":
+        return PlaceNotGiven(why)
     return NodeUnavailable(node_index, why)

@@ -38,6 +38,7 @@ from __future__ import annotations
 import os
 import struct
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -101,7 +102,7 @@ class NodePlace:
     node_index: int
 
     def __post_init__(self) -> None:
-        _require_id("cluster id", self.cluster_id)
+        require_id("cluster id", self.cluster_id)
         if self.group < 0 or not 0 <= self.node_index < STRIPE_SHARDS:
             raise InvalidArgument(f"no node has group {self.group} and index {self.node_index}")
 
@@ -182,8 +183,15 @@ def _stamp_bytes(extent_bytes: int) -> int:
 
 def create_directory(io: Io, path: str, place: NodePlace, node_id: str, plan: NodePlan, boot_id: str) -> NodeConfig:
     """Make an empty node in a new or empty directory. StoreExists if something is in it, OpenFailed names the path."""
-    _require_id("node id", node_id)
     config = NodeConfig(place, node_id, plan)
+    prepare_directory(io, path, node_id, plan, boot_id, NODE_FILE, render_config(config))
+    return config
+
+
+def prepare_directory(io: Io, path: str, node_id: str, plan: NodePlan, boot_id: str, name: str,
+                      identity: bytes) -> None:
+    """Make all of an empty node, and last the file `name` that says whose it is. Errors as `create_directory`."""
+    require_id("node id", node_id)
     try:
         if os.path.lexists(path):
             require_directory(io, path)
@@ -198,17 +206,26 @@ def create_directory(io: Io, path: str, place: NodePlace, node_id: str, plan: No
         sync_directory(io, slabs)
         Index.create(io, index_path(path), plan.index_bytes)
         write_boot(io, path, BootRecord(boot_id, True, 0, 0, 0))
-        replace_file(io, path, NODE_FILE, _render(config))
+        replace_file(io, path, name, identity)
         sync_directory(io, os.path.dirname(os.path.abspath(path)))
     except OSError as error:
         raise OpenFailed(path, error) from error
-    return config
 
 
 def read_config(io: Io, path: str) -> NodeConfig:
     """Identity and sizes of a node. OpenFailed names what cannot be opened, FormatUnsupported another format version,
     CorruptRecord what is wrong in node.toml."""
-    file = os.path.join(path, NODE_FILE)
+    found = read_identity(io, path, NODE_FILE)
+    try:
+        place = NodePlace(found.text("cluster_id"), found.number("group"), found.number("node_index"))
+    except InvalidArgument as error:
+        raise CorruptRecord(f"{found.file}: {error}") from error
+    return NodeConfig(place, found.node_id(), found.plan())
+
+
+def read_identity(io: Io, path: str, name: str) -> Identity:
+    """What the file `name` of a directory says. Errors as `read_config`."""
+    file = os.path.join(path, name)
     try:
         require_directory(io, path)
         data = read_file(io, file, MOST_FILE_BYTES)
@@ -221,7 +238,7 @@ def read_config(io: Io, path: str) -> NodeConfig:
     version = values.get("format_version")
     if version != FORMAT_VERSION:
         raise FormatUnsupported(file, version, FORMAT_VERSION)
-    return _parse(file, values)
+    return Identity(file, values)
 
 
 def check_place(path: str, found: NodePlace, expected: NodePlace) -> None:
@@ -277,19 +294,26 @@ def _require_part(io: Io, path: str, name: str) -> None:
         raise OpenFailed(os.path.join(path, name), error) from error
 
 
-def _require_id(what: str, value: str) -> None:
+def require_id(what: str, value: str) -> None:
+    """InvalidArgument unless it is one."""
     if len(value) != ID_HEX_DIGITS or set(value) - set("0123456789abcdef"):
         raise InvalidArgument(f"{what} is {value!r}, must be {ID_HEX_DIGITS} lower-case hex digits")
 
 
-def _render(config: NodeConfig) -> bytes:
-    plan = config.plan
+def render_config(config: NodeConfig) -> bytes:
+    """node.toml."""
+    place = config.place
+    where = [f"group = {place.group}", f"node_index = {place.node_index}"]
+    return render_identity(place.cluster_id, config.node_id, where, config.plan)
+
+
+def render_identity(cluster_id: str, node_id: str, where: Sequence[str], plan: NodePlan) -> bytes:
+    """The file that says whose a directory is. where: the lines that say where it belongs."""
     lines = [
         f"format_version = {FORMAT_VERSION}",
-        f'cluster_id = "{config.place.cluster_id}"',
-        f'node_id = "{config.node_id}"',
-        f"group = {config.place.group}",
-        f"node_index = {config.place.node_index}",
+        f'cluster_id = "{cluster_id}"',
+        f'node_id = "{node_id}"',
+        *where,
         f"capacity_bytes = {plan.capacity_bytes}",
         f"extent_bytes = {plan.extent_bytes}",
         f"extents = {plan.extents}",
@@ -299,28 +323,39 @@ def _render(config: NodeConfig) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def _parse(file: str, values: dict[str, object]) -> NodeConfig:
-    def number(name: str) -> int:
-        value = values.get(name)
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a file has in it that says whose a directory is. CorruptRecord, naming it, for what it must not say."""
+
+    file: str
+    values: dict[str, object]
+
+    def number(self, name: str) -> int:
+        value = self.values.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise CorruptRecord(f"{file}: {name} is {value!r}, must be a whole number")
+            raise CorruptRecord(f"{self.file}: {name} is {value!r}, must be a whole number")
         return value
 
-    def text(name: str) -> str:
-        value = values.get(name)
+    def text(self, name: str) -> str:
+        value = self.values.get(name)
         if not isinstance(value, str):
-            raise CorruptRecord(f"{file}: {name} is {value!r}, must be a string")
+            raise CorruptRecord(f"{self.file}: {name} is {value!r}, must be a string")
         return value
 
-    try:
-        _require_id("node id", text("node_id"))
-        place = NodePlace(text("cluster_id"), number("group"), number("node_index"))
-        require_extent_bytes(number("extent_bytes"))
-    except InvalidArgument as error:
-        raise CorruptRecord(f"{file}: {error}") from error
-    plan = NodePlan(number("capacity_bytes"), number("extent_bytes"), number("extents"), number("index_bytes"),
-                    number("stamp_bytes"))
-    return NodeConfig(place, text("node_id"), plan)
+    def node_id(self) -> str:
+        try:
+            require_id("node id", self.text("node_id"))
+        except InvalidArgument as error:
+            raise CorruptRecord(f"{self.file}: {error}") from error
+        return self.text("node_id")
+
+    def plan(self) -> NodePlan:
+        try:
+            require_extent_bytes(self.number("extent_bytes"))
+        except InvalidArgument as error:
+            raise CorruptRecord(f"{self.file}: {error}") from error
+        return NodePlan(self.number("capacity_bytes"), self.number("extent_bytes"), self.number("extents"),
+                        self.number("index_bytes"), self.number("stamp_bytes"))
 
 
 # -- Boots ----------------------------------------------------------------------------------------------------------

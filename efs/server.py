@@ -36,7 +36,7 @@ from efs.limits import (
 )
 from efs.osio import Io
 from efs.scratch import Scratch
-from efs.session import Intake, ServedNode, Session
+from efs.session import Intake, Served, ServedNode, Session
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Load:
 class NodeServer:
     """A `SessionHost`. Belongs to the running loop."""
 
-    def __init__(self, nodes: Sequence[ServedNode], io: Io, clock: Clock, tokens: Tokens | None = None) -> None:
+    def __init__(self, nodes: Sequence[Served], io: Io, clock: Clock, tokens: Tokens | None = None) -> None:
         self.nodes = {served.node_id: served for served in nodes}
         self.tokens = tokens or Tokens()
         self.intake = Intake(WIRE_RECEIVE_BYTES)
@@ -77,6 +77,10 @@ class NodeServer:
     @property
     def connections(self) -> int:
         return len(self._sessions)
+
+    def go_on_with(self, node: ServedNode) -> None:
+        """From now on who asks for this node's id gets this one."""
+        self.nodes[node.node_id] = node
 
     def load(self, node_id: str) -> Load:
         """What clients ask of a node just now."""

@@ -38,7 +38,15 @@ from numpy.typing import NDArray
 from efs.checksum import xxh3_64
 from efs.clock import Clock, Deadline
 from efs.contract import Landing, Node, PutBatch, Span, Stride
-from efs.errors import EfsError, IdentityMismatch, InvalidArgument, NodeUnavailable, OutdatedMap, WireError
+from efs.errors import (
+    EfsError,
+    IdentityMismatch,
+    InvalidArgument,
+    NodeUnavailable,
+    OutdatedMap,
+    PlaceNotGiven,
+    WireError,
+)
 from efs.handshake import (
     OPERATOR_KINDS,
     Challenge,
@@ -85,6 +93,7 @@ from efs.messages import (
 )
 from efs.metrics import CounterFile
 from efs.scratch import Scratch
+from efs.servedspare import ServedSpare
 from efs.shard import LOCAL_BYTES, header_dtype, segments_of_entry
 from efs.sharedslab import SlabPlace
 from efs.staging import buffer_bytes
@@ -93,7 +102,7 @@ from efs.wire import Header, Kind, encode_frame
 
 _LOG: Final = logging.getLogger(__name__)
 _REQUESTS: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.READ, Kind.PUT, Kind.DROP, Kind.VERIFY, Kind.LIST,
-                              Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES})
+                              Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES, Kind.TAKE_PLACE})
 
 
 @dataclass(slots=True)
@@ -129,6 +138,13 @@ class ServedNode:
     map_seen: MapSeen = field(default_factory=MapSeen)
     slab: SlabPlace | None = None
 
+    @property
+    def node_index(self) -> int:
+        return self.node.node_index
+
+
+Served = ServedNode | ServedSpare
+
 
 @dataclass(slots=True)
 class Intake:
@@ -158,7 +174,7 @@ class SessionHost(Protocol):
     ahead: memoryview
 
     @property
-    def nodes(self) -> Mapping[str, ServedNode]:
+    def nodes(self) -> Mapping[str, Served]:
         """By node id."""
         ...
 
@@ -173,7 +189,7 @@ class Session:
         self.peer = peer
         self._hello: Hello | None = None
         self._nonce = random.SystemRandom().randbytes(NONCE_BYTES)
-        self._served: ServedNode | None = None
+        self._served: Served | None = None
         self._role = Role.DATA
         self._local = connection.family == socket.AF_UNIX
         self._began = host.clock.monotonic()
@@ -269,20 +285,21 @@ class Session:
                 task.cancel()
         elif header.kind is Kind.TOUCH:
             self._host.intake.give(held)
-            self._served.node.touch(*decode_touch(metadata))
+            if isinstance(self._served, ServedNode):
+                self._served.node.touch(*decode_touch(metadata))
         else:
-            self._start(self._served.node, header, metadata, head, body, held)
+            self._start(self._served, header, metadata, head, body, held)
 
-    def _start(self, node: Node, header: Header, metadata: bytes, head: PutHead | None, body: bytearray | None,
+    def _start(self, served: Served, header: Header, metadata: bytes, head: PutHead | None, body: bytearray | None,
                held: int) -> None:
         try:
-            work = self._work(node, header, metadata, head, body)
+            work = self._work(served, header, metadata, head, body)
         except BaseException:
             self._host.intake.give(held)
             raise
-        task = asyncio.create_task(self._serve(node, header, work))
+        task = asyncio.create_task(self._serve(served.node_index, header, work))
         self._running[header.request_id] = task
-        task.add_done_callback(partial(self._over, node, header.request_id, held))
+        task.add_done_callback(partial(self._over, served.node_index, header.request_id, held))
 
     # -- handshake
 
@@ -312,23 +329,32 @@ class Session:
             raise IdentityMismatch("the server", "its nodes", ", ".join(sorted(self._host.nodes)), hello.node_id)
         if served.cluster_id != hello.cluster_id:
             raise IdentityMismatch(f"node {hello.node_id}", "cluster id", served.cluster_id, hello.cluster_id)
-        if served.node.node_index != hello.node_index:
-            raise IdentityMismatch(f"node {hello.node_id}", "index", served.node.node_index, hello.node_index)
+        if isinstance(served, ServedSpare) and hello.node_index >= 0:
+            raise PlaceNotGiven(f"node {hello.node_id} is a spare that has not been given the place {hello.node_index}")
+        if served.node_index != hello.node_index:
+            wanted = hello.node_index if hello.node_index >= 0 else "that of a spare"
+            raise IdentityMismatch(f"node {hello.node_id}", "index", served.node_index, wanted)
         self._served, self._role = served, role
         served.counters.add("wire_sessions")
-        welcome = Welcome(served.node.node_index, served.durability, served.slab if self._local else None)
+        slab = served.slab if self._local and isinstance(served, ServedNode) else None
+        welcome = Welcome(served.node_index, served.durability, slab)
         self._stream.send(encode_frame(Kind.WELCOME, 0, encode_message(welcome)))
 
     # -- requests
 
-    def _work(self, node: Node, header: Header, metadata: bytes, head: PutHead | None,
+    def _work(self, served: Served, header: Header, metadata: bytes, head: PutHead | None,
               body: bytearray | None) -> Callable[[Deadline], Awaitable[bytes]]:
         """What a request asks for, its metadata decoded. WireError when they cannot be."""
         kind = header.kind
         if kind in OPERATOR_KINDS and self._role is not Role.OPERATOR:
             return partial(_refuse, InvalidArgument(f"{kind.name} is for operators"))
         if self._host.draining:
-            return partial(_refuse, NodeUnavailable(node.node_index, "its server is ending"))
+            return partial(_refuse, NodeUnavailable(served.node_index, "its server is ending"))
+        if isinstance(served, ServedSpare):
+            return served.work(kind, metadata)
+        node = served.node
+        if kind is Kind.TAKE_PLACE:
+            return partial(_refuse, InvalidArgument("it is a node and has its place"))
         if kind is Kind.PUT:
             if head is None:
                 raise WireError("a put without a body")
@@ -356,36 +382,36 @@ class Session:
             return partial(_counted, node.collect)
         return partial(_info, node)
 
-    async def _serve(self, node: Node, header: Header, work: Callable[[Deadline], Awaitable[bytes]]) -> None:
+    async def _serve(self, node_index: int, header: Header, work: Callable[[Deadline], Awaitable[bytes]]) -> None:
         deadline = Deadline.after_ms(self._host.clock, header.deadline_ms)
         try:
             try:
                 async with asyncio.timeout(header.deadline_ms / 1000):
                     answer = encode_frame(Kind.ANSWER, header.request_id, await work(deadline))
             except TimeoutError as error:
-                raise NodeUnavailable(node.node_index, "no answer by the deadline") from error
+                raise NodeUnavailable(node_index, "no answer by the deadline") from error
         except EfsError as error:
             answer = encode_frame(Kind.ERROR, header.request_id, encode_error(error))
         except asyncio.CancelledError:
-            answer = _cancelled(node, header.request_id)
+            answer = _cancelled(node_index, header.request_id)
         except Exception:
             _LOG.exception("a %s failed in a way that it must not", header.kind.name)
-            broken = NodeUnavailable(node.node_index, "its server has a defect: see its log")
+            broken = NodeUnavailable(node_index, "its server has a defect: see its log")
             answer = encode_frame(Kind.ERROR, header.request_id, encode_error(broken))
         self._running.pop(header.request_id, None)
         self._stream.send(answer)
 
-    def _over(self, node: Node, request_id: int, held: int, task: asyncio.Task[None]) -> None:
+    def _over(self, node_index: int, request_id: int, held: int, task: asyncio.Task[None]) -> None:
         """Of every request; one that was cancelled before its task began was not answered by it."""
         self._host.intake.give(held)
         if self._running.get(request_id) is task:
             del self._running[request_id]
-            self._stream.send(_cancelled(node, request_id))
+            self._stream.send(_cancelled(node_index, request_id))
 
     async def _store(self, node: Node, head: PutHead, body: bytearray | None, deadline: Deadline) -> bytes:
         if body is None:
             raise NodeUnavailable(node.node_index, "its server holds as many requests as it may")
-        assert self._served is not None
+        assert isinstance(self._served, ServedNode)
         self._served.map_seen.require(head.map_version, node.node_index)
         batch = head.batch(body)
         check_payload(batch)
@@ -409,8 +435,8 @@ class Session:
         return b""
 
 
-def _cancelled(node: Node, request_id: int) -> bytes:
-    gone = NodeUnavailable(node.node_index, "the request was cancelled")
+def _cancelled(node_index: int, request_id: int) -> bytes:
+    gone = NodeUnavailable(node_index, "the request was cancelled")
     return encode_frame(Kind.ERROR, request_id, encode_error(gone))
 
 

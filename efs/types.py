@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+NO_PLACE: Final = -1
+"""Index of a node that is in no place of a group: a spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,15 @@ class NodeInfo:
     records: int
     unverified: int
     counters: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SpareInfo:
+    """What a server says of a spare: a prepared, empty directory, and the size of the node that it will be."""
+
+    node_id: str
+    directory: str
+    capacity_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ class Kind(IntEnum):
     INFO = 25
     BURY = 26
     TENANT_BYTES = 27
+    TAKE_PLACE = 28
     CANCEL = 31
     CHALLENGE = 65
     WELCOME = 66
@@ -85,7 +86,7 @@ class Kind(IntEnum):
 _KINDS: Final = {kind.value: kind for kind in Kind}
 _WITH_BODY: Final = frozenset({Kind.PUT, Kind.PIECE})
 _WITH_DEADLINE: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.READ, Kind.PUT, Kind.DROP, Kind.VERIFY, Kind.LIST,
-                                   Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES})
+                                   Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES, Kind.TAKE_PLACE})
 _WITHOUT_ID: Final = frozenset({Kind.HELLO, Kind.PROOF, Kind.TOUCH, Kind.CHALLENGE, Kind.WELCOME})
 
 

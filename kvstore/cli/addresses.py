@@ -1,11 +1,12 @@
-"""The addresses of twelve nodes, as the options --listen and --address give them."""
+"""The addresses of nodes, as the options --listen and --address give them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Final
 
-from efs.endpoint import parse_endpoint
+from efs.endpoint import Endpoint, parse_endpoint
 from efs.limits import STRIPE_SHARDS
 from kvstore.cli.failures import UsageMistake
 
@@ -41,3 +42,11 @@ def of_a_group(listen: str | None, given: Sequence[str], root: str) -> list[str]
         if endpoint.path is None and endpoint.port == 0:
             raise UsageMistake(f"--address {endpoint}: clients need the port")
     return [str(endpoint) for endpoint in endpoints] * (STRIPE_SHARDS // len(endpoints))
+
+
+def address_with_port(address: str) -> Endpoint:
+    """What --address gives for one node: where clients find it."""
+    endpoint = parse_endpoint(address, os.getcwd())
+    if endpoint.path is None and endpoint.port == 0:
+        raise UsageMistake(f"--address {address}: clients need the port")
+    return endpoint

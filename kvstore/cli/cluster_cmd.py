@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-import uvloop
 from rich.console import Console
 
 from efs.clock import SystemClock
@@ -22,12 +20,14 @@ from efs.endpoint import parse_endpoint
 from efs.errors import InvalidArgument, StoreNotFound
 from efs.etcd import EtcdStore
 from efs.fs import FileSystem
+from efs.handshake import Tokens, read_token
 from efs.health import NodeState
 from efs.limits import STRIPE_SHARDS
 from efs.osio import SystemIo
 from efs.types import NodeInfo
-from kvstore.cli import drain_cmd, group_cmd, localset_cmd, place_cmd
+from kvstore.cli import drain_cmd, group_cmd, localset_cmd, place_cmd, spare_cmd
 from kvstore.cli.addresses import SOCKETS, listening
+from kvstore.cli.description import run_alone, with_etcd
 from kvstore.cli.failures import NOT_ALL, UsageMistake
 from kvstore.cli.options import (
     CapacityOption,
@@ -37,7 +37,6 @@ from kvstore.cli.options import (
     config_of,
     terminal_of,
 )
-from kvstore.cli.place_cmd import with_etcd
 from kvstore.cli.terminal import Json, human_bytes, table
 
 _HELP = """Stores whose nodes are at servers."""
@@ -58,9 +57,9 @@ Examples:
   kvstore cluster init /var/lib/kv --capacity 100GiB --listen tcp:10.0.0.7:7400 --token-file /etc/kvstore/token
   kvstore cluster init /var/lib/kv --capacity 100GiB --listen unix --etcd etcd://127.0.0.1:2379/prod
 """
-_STATUS = """Show the nodes of a cluster as a client sees them: state, records, space.
+_STATUS = """Show the nodes of a cluster as a client sees them: state, records, space; and whether its spares answer.
 
-Exit codes: 0 all of them serve; 1 some do not; 2 wrong request; 8 could not run.
+Exit codes: 0 all nodes serve and all spares answer; 1 some do not; 2 wrong request; 8 could not run.
 
 \b
 Example:
@@ -77,6 +76,9 @@ def register(app: typer.Typer) -> None:
     cluster.command("status", help=_STATUS, short_help="Show the nodes of a cluster.")(status)
     cluster.command("add-group", help=group_cmd.HELP, short_help="Add twelve nodes as one more EC group.")(
         group_cmd.add)
+    cluster.command("add-spare", help=spare_cmd.ADD, short_help="Add a node in no place, for replace-node.")(
+        spare_cmd.add)
+    cluster.command("remove-spare", help=spare_cmd.REMOVE, short_help="Remove a spare.")(spare_cmd.remove)
     cluster.command("replace-node", help=place_cmd.REPLACE, short_help="Put an empty node into a place of the map.")(
         place_cmd.replace_node)
     cluster.command("drain", help=drain_cmd.HELP, short_help="Have a node get nothing new.")(drain_cmd.drain)
@@ -152,24 +154,25 @@ def _first_map(store: StoreConfig, root: str, addresses: Sequence[str], token_fi
 
 def status(
     context: typer.Context,
-    where: Annotated[str, typer.Argument(metavar="WHERE", help="The cluster.toml, or etcd://HOST:PORT/NAME.")],
+    where: spare_cmd.WhereArgument,
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)
     in_etcd = with_etcd(parse_etcd_url(where), _map_and_notes) if where.startswith(ETCD_SCHEME) else None
     config = read_cluster(SystemIo(), where) if in_etcd is None else in_etcd[0].config()
 
-    async def ask() -> list[NodeInfo]:
+    async def ask() -> tuple[list[NodeInfo], list[dict[str, Json]]]:
         filesystem = await open_cluster(where, care="none")
         try:
-            return await filesystem.nodes()
+            token = None if config.token_file is None else read_token(SystemIo(), config.token_file)
+            return await filesystem.nodes(), await spare_cmd.looked_at(config, Tokens(token))
         finally:
             await filesystem.close()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        nodes = runner.run(ask())
-    rows: list[dict[str, Json]] = [{**asdict(node), "group": node.node_index // STRIPE_SHARDS, "address": str(endpoint)}
-                                   for node, endpoint in zip(nodes, config.endpoints, strict=True)]
+    nodes, spares = run_alone(ask())
+    rows: list[dict[str, Json]] = [
+        {**asdict(node), "group": node.node_index // STRIPE_SHARDS, "address": str(endpoint), "incarnation": number}
+        for node, endpoint, number in zip(nodes, config.endpoints, config.incarnations, strict=True)]
     serving = sum(node.state == NodeState.SERVING for node in nodes)
     document: dict[str, Json] = {"cluster_id": config.cluster_id, "durability": config.durability,
                                  "upkeep_host": config.upkeep_host, "nodes_serving": serving,
@@ -179,10 +182,17 @@ def status(
         document |= {"root": found.root}
         for row, place in zip(rows, found.places, strict=True):
             note = notes.get(place.node_id)
-            row |= {"incarnation": place.incarnation, "lease": None if note is None else note.state}
-    document["nodes"] = list(rows)
-    terminal.result(document, lambda console: _show(console, config, rows, serving, in_etcd is not None))
-    return 0 if serving == len(nodes) else NOT_ALL
+            row |= {"lease": None if note is None else note.state}
+    document |= {"nodes": list(rows), "spares": list(spares)}
+
+    def show(console: Console) -> None:
+        _show(console, config, rows, serving, in_etcd is not None)
+        if spares:
+            spare_cmd.show(console, spares)
+
+    terminal.result(document, show)
+    ready = all(spare["state"] == spare_cmd.READY for spare in spares)
+    return 0 if serving == len(nodes) and ready else NOT_ALL
 
 
 def _groups(config: ClusterConfig) -> list[Json]:
@@ -207,15 +217,16 @@ def _show(console: Console, config: ClusterConfig, rows: Sequence[Mapping[str, J
         if group and left > 0:
             console.print(f"group {group} is new: previous owners are asked for {left / 3600:.1f} more hours")
     of_groups = ("group",) if groups > 1 else ()
-    of_map = ("incarnation", "lease") if mapped else ()
-    shown = table("node", *of_groups, "state", "live", "of", "records", *of_map, "address",
+    of_map = ("lease",) if mapped else ()
+    shown = table("node", *of_groups, "state", "live", "of", "records", "incarnation", *of_map, "address",
                   right=("node", "group", "live", "of", "records", "incarnation"))
     for row in rows:
         live, capacity = row["live_bytes"], row["capacity_bytes"]
         assert isinstance(live, int)
         assert isinstance(capacity, int)
         sizes = (human_bytes(live), human_bytes(capacity), str(row["records"])) if capacity > 0 else ("", "", "")
-        leases = (str(row["incarnation"]), str(row["lease"] or "none")) if mapped else ()
+        leases = (str(row["lease"] or "none"),) if mapped else ()
         shown.add_row(str(row["node_index"]), *(str(row[name]) for name in of_groups), str(row["state"]), *sizes,
-                      *leases, str(row["address"]), style=None if row["state"] == NodeState.SERVING else "red")
+                      str(row["incarnation"]), *leases, str(row["address"]),
+                      style=None if row["state"] == NodeState.SERVING else "red")
     console.print(shown)

@@ -6,12 +6,11 @@ from typing import Annotated
 
 import typer
 
-from efs.clusterfile import set_drain
-from efs.clustermap import ETCD_SCHEME, ClusterMap, parse_etcd_url
-from efs.etcd import EtcdStore
+from efs.clusterfile import require_number, set_drain
 from efs.osio import SystemIo
+from kvstore.cli.description import described, rewritten
 from kvstore.cli.options import JsonOption, terminal_of
-from kvstore.cli.place_cmd import NodeArgument, with_etcd
+from kvstore.cli.place_cmd import NodeArgument
 
 HELP = """Have node N of a cluster get nothing new; it goes on answering reads, as read-only.
 
@@ -35,20 +34,14 @@ def drain(
     as_json: JsonOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)
-    if where.startswith(ETCD_SCHEME):
-        version = with_etcd(parse_etcd_url(where), lambda etcd: _change(etcd, node, not undo)).version
-    else:
-        version = set_drain(SystemIo(), where, node, not undo).version
+    io = SystemIo()
+    description = described(io, where)
+    require_number(node, len(description.config.node_ids))
+    config = description.config
+    if (node in config.draining) == undo:
+        config = rewritten(description, lambda path, held: set_drain(io, path, held, node, not undo),
+                           lambda found: found.with_drain(node, not undo))
     terminal.result(
-        {"node": node, "drain": not undo, "version": version},
+        {"node": node, "drain": not undo, "version": config.version},
         lambda console: console.print(
-            f"node {node} gets {'blocks again' if undo else 'nothing new'} in version {version} of the map"))
-
-
-async def _change(etcd: EtcdStore, node: int, wanted: bool) -> ClusterMap:
-    held = await etcd.read()
-    changed = held.map.with_drain(node, wanted)
-    if changed.places == held.map.places:
-        return held.map
-    await etcd.change(held, changed)
-    return changed
+            f"node {node} gets {'blocks again' if undo else 'nothing new'} in version {config.version} of the map"))

@@ -9,19 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-import uvloop
 
 from efs.clock import Deadline, SystemClock
 from efs.cluster import STORE_FILE, StoreConfig, init_store, read_store_config
-from efs.clusterfile import ClusterConfig, add_group, read_cluster
-from efs.clustermap import ETCD_SCHEME, EtcdUrl, parse_etcd_url
+from efs.clusterfile import ClusterConfig, add_group
 from efs.endpoint import parse_endpoint
 from efs.errors import EfsError, InvalidArgument
-from efs.etcd import EtcdStore, HeldMap
 from efs.handshake import Role, Tokens, read_token
 from efs.limits import INFO_DEADLINE_MS, STRIPE_SHARDS, WIRE_HANDSHAKE_MS
 from efs.link import RemotePlace
@@ -29,9 +25,9 @@ from efs.metrics import CounterFile
 from efs.osio import Io, SystemIo
 from efs.remote import RemoteNode
 from kvstore.cli.addresses import SOCKETS, of_a_group
+from kvstore.cli.description import Description, described, rewritten, run_alone
 from kvstore.cli.failures import NOT_ALL, UsageMistake
 from kvstore.cli.options import CapacityOption, ExtentBytesOption, JsonOption, config_of, terminal_of
-from kvstore.cli.place_cmd import with_etcd
 from kvstore.config import Config
 
 HELP = """Add an EC group of twelve nodes to a cluster: a cluster.toml, or a map in etcd.
@@ -55,16 +51,6 @@ Examples:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Cluster:
-    """What is to be extended: where it stands, and the map if that is etcd."""
-
-    where: str
-    config: ClusterConfig
-    url: EtcdUrl | None = None
-    held: HeldMap | None = None
-
-
 def add(
     context: typer.Context,
     where: Annotated[str, typer.Argument(metavar="WHERE", help="The cluster.toml, or etcd://HOST:PORT/NAME.")],
@@ -80,7 +66,7 @@ def add(
     terminal = terminal_of(context, as_json)
     settings = config_of(context, capacity=capacity, extent_bytes=extent_bytes)
     io, root = SystemIo(), os.path.abspath(root)
-    cluster = _cluster_at(io, where)
+    cluster = described(io, where)
     addresses = of_a_group(listen, address or [], root)
     store = _made(io, root, cluster)
     there = store is not None and set(store.node_ids) <= set(cluster.config.node_ids)
@@ -106,15 +92,7 @@ def add(
     return NOT_ALL if silent else 0
 
 
-def _cluster_at(io: Io, where: str) -> _Cluster:
-    if not where.startswith(ETCD_SCHEME):
-        return _Cluster(where, read_cluster(io, where))
-    url = parse_etcd_url(where)
-    held = with_etcd(url, lambda store: store.read())
-    return _Cluster(where, held.map.config(), url, held)
-
-
-def _made(io: Io, root: str, cluster: _Cluster) -> StoreConfig | None:
+def _made(io: Io, root: str, cluster: Description) -> StoreConfig | None:
     """What an earlier try made in the root; None when there is nothing. InvalidArgument when it is something else."""
     if not os.path.lexists(os.path.join(root, STORE_FILE)):
         return None
@@ -131,7 +109,8 @@ def _made(io: Io, root: str, cluster: _Cluster) -> StoreConfig | None:
     return store
 
 
-def _make(io: Io, root: str, cluster: _Cluster, settings: Config, listen: str | None) -> tuple[StoreConfig, list[str]]:
+def _make(io: Io, root: str, cluster: Description, settings: Config,
+          listen: str | None) -> tuple[StoreConfig, list[str]]:
     """The directories of the next group, as large as those that a map in etcd speaks of unless another size is given;
     and warnings."""
     capacity, extent_bytes, config = settings.capacity, settings.extent_bytes, cluster.config
@@ -177,20 +156,14 @@ def _silent(io: Io, config: ClusterConfig, store: StoreConfig, addresses: Sequen
     async def ask_all() -> list[str | None]:
         return list(await asyncio.gather(*map(ask, places)))
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return {index: why for index, why in enumerate(runner.run(ask_all())) if why is not None}
+    return {index: why for index, why in enumerate(run_alone(ask_all())) if why is not None}
 
 
-def _write(io: Io, cluster: _Cluster, store: StoreConfig, addresses: Sequence[str]) -> int:
+def _write(io: Io, cluster: Description, store: StoreConfig, addresses: Sequence[str]) -> int:
     """Add the group; the version that has it."""
     now = SystemClock().wall()
-    if cluster.url is None or cluster.held is None:
-        return add_group(io, cluster.where, store.node_ids, addresses, now).version
-    held = cluster.held
-    changed = held.map.with_group(list(zip(store.node_ids, addresses, strict=True)), now)
-
-    async def change(etcd: EtcdStore) -> None:
-        await etcd.change(held, changed)
-
-    with_etcd(cluster.url, change)
-    return changed.version
+    return rewritten(
+        cluster,
+        lambda path, held: add_group(io, path, held, store.node_ids, addresses, now),
+        lambda found: found.with_group(list(zip(store.node_ids, addresses, strict=True)), now),
+    ).version

@@ -1,20 +1,18 @@
-"""`kvstore cluster replace-node` and `move-node`: another node, or another address, in a place of a map in etcd.
+"""`kvstore cluster replace-node` and `move-node`: another node, or another address, in a place of a cluster.
 
 What is written is a new version of the map, if nobody else wrote one meanwhile; clients and servers see it by
 themselves. A replacement that was interrupted goes on when the same command is given again: the directory that it
-made is recognised by its node.toml and by never having been served.
+made is recognised by its node.toml and by never having been served, and a spare (`kvstore/cli/spareplace.py`) by
+what its server says.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
-import uvloop
 
 from efs.cluster import absent_because
 from efs.clustermap import ClusterMap, EtcdUrl, parse_etcd_url
@@ -25,22 +23,33 @@ from efs.limits import STRIPE_SHARDS
 from efs.nodedir import NodePlace, create_directory, machine_boot_id, plan_node, read_boot, read_config
 from efs.osio import Io, SystemIo
 from efs.replace import note_in_root
+from kvstore.cli.addresses import address_with_port
+from kvstore.cli.description import with_etcd
 from kvstore.cli.failures import UsageMistake
 from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.spareplace import replace_by_spare
+from kvstore.cli.terminal import Terminal
 
-Result = TypeVar("Result")
+REPLACE = """Put another, empty node into the place N of a cluster, for `kvstore repair` to fill.
 
-REPLACE = """Put a new, empty node into the place N of a cluster in etcd.
+Without --directory and --address it is a spare of the cluster (`add-spare`), the first one whose server answers; those
+before it are named and left where they are. In one write it leaves the list of spares and has the place; then its
+server is told, and serves as node N without a restart. This works for a cluster.toml and a map in etcd. With both
+options, for a map in etcd, the node is made in --directory, which must be absent or empty, on this machine; serve it
+at --address then.
 
-The node is made in --directory, which must be absent or empty, on this machine; serve it at --address then, and run
-`kvstore repair` to fill it. It has an identity of its own: clients refuse the old server from the moment they see the
-new map, wherever it turns up. Refused while the old server holds its lease: stop it first. Needs --yes. Killed on the
-way, the same command goes on. Where the cluster's root is on this machine, its store.toml names the new node too: with
-the servers stopped `kvstore fsck` works on it as before.
+The new node has an identity of its own: clients refuse the old server from the moment they see the new map, wherever it
+turns up. Refused while the old server holds its lease, and for a spare also while it answers: stop it first. Needs
+--yes. Killed on the way, the same command goes on. Where the cluster's root is on this machine, its store.toml names
+the new node too: with the servers stopped `kvstore fsck` works on it as before.
+
+Exit codes: 0 done; 1 the spare has the place, and its server does not answer any more: give the command again; 2 wrong
+request; 8 could not run, or no spare answers.
 
 \b
-Example:
+Examples:
   export KVSTORE_STORE=etcd://10.0.0.1:2379/prod
+  kvstore cluster replace-node 7 --yes
   kvstore cluster replace-node 7 --directory /mnt/b/kv --address tcp:10.0.0.9:7407 --yes
 """
 MOVE = """Say that the node N of a cluster in etcd is at another address from now on.
@@ -55,35 +64,32 @@ NodeArgument = Annotated[int, typer.Argument(metavar="N", help="Number of the no
 AddressOption = Annotated[str, typer.Option("--address", metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT.")]
 
 
-def with_etcd(url: EtcdUrl, work: Callable[[EtcdStore], Awaitable[Result]]) -> Result:
-    """Run `work` with a connection to etcd."""
-
-    async def run() -> Result:
-        store = EtcdStore(url)
-        try:
-            return await work(store)
-        finally:
-            await store.close()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run())
-
-
 def replace_node(
     context: typer.Context,
     node: NodeArgument,
-    address: AddressOption,
-    directory: Annotated[str, typer.Option("--directory", metavar="DIR", help="Make the new node there.")],
+    address: Annotated[
+        str | None, typer.Option("--address", metavar="ADDRESS", help="Where the new node will be served.")
+    ] = None,
+    directory: Annotated[
+        str | None, typer.Option("--directory", metavar="DIR", help="Make the new node there.  [default: take a spare]")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Really do it.")] = False,
     store: StoreOption = None,
     as_json: JsonOption = False,
-) -> None:
+) -> int:
     terminal = terminal_of(context, as_json)
     if not yes:
         raise UsageMistake(f"replacing node {node} gives up what the old one holds for good: say --yes")
-    url = parse_etcd_url(url_of(config_of(context, store)))
-    endpoint, path = _endpoint(address), os.path.abspath(directory)
+    where = url_of(config_of(context, store))
+    if address is None and directory is None:
+        return replace_by_spare(terminal, where, node)
+    if address is None or directory is None:
+        raise UsageMistake("--directory and --address belong together: both for a new node, none for a spare")
+    _replace_by_new(terminal, parse_etcd_url(where), node, address_with_port(address), os.path.abspath(directory))
+    return 0
 
+
+def _replace_by_new(terminal: Terminal, url: EtcdUrl, node: int, endpoint: Endpoint, path: str) -> None:
     async def work(etcd: EtcdStore) -> tuple[ClusterMap, bool]:
         held = await etcd.read()
         wanted = held.map.with_node(node, str(endpoint), "0" * 32)
@@ -122,7 +128,7 @@ def move_node(
     as_json: JsonOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)
-    url, endpoint = parse_etcd_url(url_of(config_of(context, store))), _endpoint(address)
+    url, endpoint = parse_etcd_url(url_of(config_of(context, store))), address_with_port(address)
 
     async def work(etcd: EtcdStore) -> tuple[HeldMap, ClusterMap]:
         held = await etcd.read()
@@ -139,13 +145,6 @@ def move_node(
          "version": found.version, "changed": found is not held.map},
         lambda console: console.print(f"node {node} is at {place.address} in version {found.version} of the map"),
     )
-
-
-def _endpoint(address: str) -> Endpoint:
-    endpoint = parse_endpoint(address, os.getcwd())
-    if endpoint.path is None and endpoint.port == 0:
-        raise UsageMistake(f"--address {address}: clients need the port")
-    return endpoint
 
 
 def _made_before(io: Io, path: str, place: NodePlace) -> str | None:

@@ -19,7 +19,8 @@ from efs.handshake import Tokens, read_token
 from efs.nodedir import read_config
 from efs.osio import SystemIo
 from efs.serving import serve_nodes
-from efs.session import ServedNode
+from efs.session import Served, ServedNode
+from efs.sparedir import is_spare
 from kvstore.cli.failures import UsageMistake
 from kvstore.cli.logs import set_up_logs
 from kvstore.cli.options import (
@@ -43,6 +44,9 @@ Slabs are read through memory maps, so a disk that fails to read ends the proces
 
 --register says in etcd that these nodes are served, for `kvstore cluster status`. The server runs the same while etcd
 is away, and clients do not ask for it.
+
+A directory that `kvstore cluster add-spare` made is served as a spare: it waits for `kvstore cluster replace-node` to
+give it a place, and is that node from then on.
 
 With --metrics a second, small HTTP server answers /metrics (Prometheus) and /healthz (200, or 503 and one line why
 not: read-only, hung, draining). It asks for no token and shows counters only, never data: name an address that other
@@ -100,7 +104,8 @@ def serve(
     if page is not None and page.path is not None:
         raise UsageMistake(f"--metrics {metrics}: must be tcp:HOST:PORT")
     if log_format is not None or log_level is not None:
-        only = read_config(io, os.path.abspath(paths[0])).place.node_index if len(paths) == 1 else None
+        path = os.path.abspath(paths[0])
+        only = read_config(io, path).place.node_index if len(paths) == 1 and not is_spare(path) else None
         set_up_logs(log_format or "text", log_level or "warning", only)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve([os.path.abspath(path) for path in paths], endpoints, tokens, chosen, mapped, url, page,
@@ -114,11 +119,13 @@ async def _serve(paths: Sequence[str], endpoints: Sequence[Endpoint], tokens: To
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
-    def ready(served: Sequence[ServedNode], addresses: Sequence[Endpoint], metrics: Endpoint | None) -> None:
+    def ready(served: Sequence[Served], addresses: Sequence[Endpoint], metrics: Endpoint | None) -> None:
         where = ", ".join(map(str, addresses)) + (f", metrics at {metrics}" if metrics is not None else "")
         for path, one in zip(paths, served, strict=True):
-            text = f"node {one.node.node_index} ({one.node_id}) of {path} is served at {where} by process {os.getpid()}"
-            terminal.announce({"node": one.node.node_index, "node_id": one.node_id, "path": path, "pid": os.getpid(),
+            node = one.node_index if isinstance(one, ServedNode) else None
+            what = "a spare" if node is None else f"node {node}"
+            text = f"{what} ({one.node_id}) of {path} is served at {where} by process {os.getpid()}"
+            terminal.announce({"node": node, "node_id": one.node_id, "path": path, "pid": os.getpid(),
                                "addresses": [str(address) for address in addresses],
                                "metrics": None if metrics is None else str(metrics)}, text)
 
