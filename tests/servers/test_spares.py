@@ -13,16 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from efs.clock import Clock
 from efs.cluster import read_store_config
-from efs.clusterfile import place_spare, read_cluster
+from efs.clusterfile import ClusterConfig, place_spare, read_cluster
 from efs.clusterfs import open_cluster
 from efs.clustermap import ServerNote
 from efs.errors import InvalidArgument
 from efs.etcd import EtcdStore
 from efs.groups import GroupedFileSystem
+from efs.handshake import Tokens
 from efs.limits import ETCD_BEAT_MS
 from efs.osio import SystemIo
 from efs.sparedir import is_spare
+from efs.spares import tell_spare
+from kvstore.cli import spareplace
 from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, SHAPE, all_hit, back_to, back_to_health, stored
 from tests.servers.test_etcd import leases
 from tests.support.blocks import Blocks
@@ -206,6 +210,30 @@ async def test_a_server_that_is_stopped_before_it_is_told_is_told_by_the_next_co
         assert (await replaced(cluster.file, 11)).document()["told"]
         async with opened(cluster.file):
             pass
+
+
+def test_a_server_that_dies_before_it_is_told_is_said_and_told_by_the_next_command(
+    cluster: ServedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.of(11).kill()
+    with spares(cluster, cluster.file, "a") as (spare,):
+        killed: list[int] = []
+
+        async def tell(config: ClusterConfig, number: int, tokens: Tokens, clock: Clock) -> None:
+            spare.server.kill()
+            killed.append(number)
+            await tell_spare(config, number, tokens, clock)
+
+        monkeypatch.setattr(spareplace, "tell_spare", tell)
+        done = run("--json", "--store", cluster.file, "cluster", "replace-node", "11", "--yes")
+        document = done.document()
+        assert (done.code, killed, document["changed"], document["told"]) == (1, [11], True, False)
+        assert read_cluster(IO, cluster.file).node_ids[11] == spare.node_id
+        spare.server.start()
+        again = replace(cluster.file, 11)
+        document = again.document()
+        assert (again.code, document["changed"], document["told"], document["version"]) == (0, False, True, 2)
+        assert not is_spare(spare.path)
 
 
 async def test_spares_are_added_and_removed_by_their_names(cluster: ServedCluster, tmp_path: Path) -> None:
