@@ -26,10 +26,10 @@ ORDER: Final = {
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
         contract slotreads sharedslab iothread batch hotmap nodeguard allocator eviction nodedir tables writejob
         nodestate fill lookups nodereads placer nodewriter recovery verifier background collector debts burial node
-        wire handshake messages endpoint stream sparedir servedspare session server link remote cluster ownership
-        clusterfile clustermap etcd spares
-        hedge pinning scratch
-        target unitread examine fetch reader joining health ask pieces staging survey quota writer pace listing sweep
+        wire handshake messages endpoint stream scratch staging sparedir servedspare session server link remote cluster
+        ownership clusterfile clustermap etcd spares
+        hedge pinning
+        target unitread examine fetch reader joining health ask pieces survey quota writer pace listing sweep
         findings indexprobe nodeview tenantcount storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
         memory stripe mend rebuild repair progress scrub tombstones purge exposition statuspage serving upkeep fs
         joined groups clusterfs replace culprit fsckrepair
