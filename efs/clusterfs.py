@@ -68,7 +68,8 @@ _LOG: Final = logging.getLogger(__name__)
 
 Care = Literal["background", "by hand", "none"]
 """Of a client for its store: in the background, if it is the one to do so; only what it is asked for, but as the one
-who looks after the store, or not at all; none."""
+who looks after the store, or not at all; none. Whoever looks after the store, all of the first kind move blocks to new
+groups (`efs/moving.py`)."""
 
 
 async def open_cluster(where: str, *, io: Io | None = None, clock: Clock | None = None, care: Care = "background",
@@ -168,7 +169,8 @@ class _Client:
             groups = await client._groups(config, range(config.ownership.groups), client._nodes)
             client.filesystem = GroupedFileSystem(groups, config.ownership, counters=client._counters, clock=clock,
                                                   quotas=client._quotas, lock=lock, root=root,
-                                                  map_held=client._map_held, renew=client.renew)
+                                                  map_held=client._map_held, renew=client.renew,
+                                                  move=care == "background")
             client.filesystem.drain(config.draining)
             return client
         except BaseException:

@@ -34,9 +34,9 @@ from efs.limits import DATA_SHARDS, FANOUT, INITIAL_LAG_GRACE_MS, STRIPE_SHARDS,
 from efs.pinning import Pins
 from efs.placement import placement_group, rotation_of, runs, shard_of_node, spare_shard_of
 from efs.shape import BlockShape
-from efs.shard import header_dtype
+from efs.shard import check_headers, header_dtype
 from efs.target import Part, PartTarget, Target
-from efs.types import GetReport
+from efs.types import GetReport, PutItem
 from efs.unitread import ReadContext, Tally, UnitReads, stretches
 
 OnSegment = Callable[[int, int], None]
@@ -52,14 +52,16 @@ class Fetch:
     """One `get_into`: `run` once, then `abandon` whatever happened."""
 
     def __init__(self, context: ReadContext, keys: Sequence[bytes], shape: BlockShape, out: memoryview,
-                 on_segment: OnSegment | None, deadline: Deadline, part: Part | None = None) -> None:
-        """part: which blocks of `out` these are, when it has others besides."""
+                 on_segment: OnSegment | None, deadline: Deadline, part: Part | None = None,
+                 described: dict[int, PutItem] | None = None) -> None:
+        """part: which blocks of `out` these are, when it has others besides. described: see `Reader.get_into`."""
         self._context = context
         self._keys = keys
         self._shape = shape
         self._target = Target(out, shape, len(keys)) if part is None else PartTarget(out, shape, part)
         self._on_segment = on_segment
         self._deadline = deadline
+        self._described = described
         self._runs = [(start, stop, placement_group(keys[start])) for start, stop in _neighbours(keys, part)]
         rotation = np.empty(len(keys), np.uint8)
         for start, stop, group in self._runs:
@@ -226,6 +228,16 @@ class Fetch:
         chosen = columns[right]
         expected[chosen] = fields["segment_hashes"][right]
         headed[chosen] = True
+        if self._described is not None:
+            self._describe(np.ascontiguousarray(rows[right]), chosen, self._described)
+
+    def _describe(self, rows: NDArray[np.uint8], columns: NDArray[np.intp], described: dict[int, PutItem]) -> None:
+        """Depth and tenant tag are in no block digest: here the headers are checked whole."""
+        fields = rows.view(header_dtype(len(self._shape.segment_bytes)))[:, 0]
+        for row, (column, valid) in enumerate(zip(columns.tolist(), check_headers(rows).tolist(), strict=True)):
+            if valid:
+                described[column] = PutItem(self._keys[column], int(fields["depth"][row]),
+                                            fields["tenant_tag"][row].tobytes(), fields["digest"][row].tobytes())
 
     def _stretches(self, headed: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
         """(start, stop, rotation, spare shard) of neighbouring blocks of one run that have a header."""
@@ -317,11 +329,12 @@ class Fetch:
 
     def _count(self, report: GetReport) -> None:
         counters = self._context.counters
+        asked = self._described is None
         for name, count in (
-            ("get_calls", 1),
-            ("get_blocks", sum(report.ok)),
-            ("get_bytes", report.bytes),
-            ("get_missed_blocks", len(report.ok) - sum(report.ok)),
+            ("get_calls", asked),
+            ("get_blocks", asked * sum(report.ok)),
+            ("get_bytes", asked * report.bytes),
+            ("get_missed_blocks", asked * (len(report.ok) - sum(report.ok))),
             ("rebuilt_blocks", report.rebuilt),
             ("hedged_shards", report.hedged),
             ("corrupt_shards", report.corrupt),

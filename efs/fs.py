@@ -198,6 +198,15 @@ class FileSystem:
         with self._traffic.call():
             return await self._reader.get_into(keys, shape, out.data, on_segment, deadline, part)
 
+    async def read_items(self, keys: Sequence[bytes], shape: BlockShape, out: NDArray[np.uint8], *,
+                         deadline_ms: float) -> dict[int, PutItem]:
+        """Fetch blocks as `get_into` does, to put them elsewhere as they are: the items of those that are now in `out`,
+        by their place in the call, with their digests. No fetch of a user's: it is not counted as one."""
+        deadline = self._begin(keys, deadline_ms)
+        described: dict[int, PutItem] = {}
+        report = await self._reader.get_into(keys, shape, out.data, None, deadline, described=described)
+        return {at: item for at, item in described.items() if report.ok[at]}
+
     async def put(self, items: Sequence[PutItem], shape: BlockShape, blocks: Any, *, deadline_ms: float) -> PutReport:
         """Store blocks from a block-major buffer of len(items) · block_bytes.
 

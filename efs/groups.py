@@ -7,7 +7,8 @@ two nodes are gone is misses of its own blocks and failed puts of these, and not
 *Reads while groups are new.* A key whose owner has changed within the retention time may still be where it was. Before
 a fetch the present owner is asked for such keys, by metadata and until it is certain; those that it has not are fetched
 from the owner before it. That costs one look-up, and the fetch itself stays one pass whose segments fire as they come.
-`match` asks in the same order. A put goes to the present owner alone, so what is put again moves.
+`match` asks in the same order. A put goes to the present owner alone, so what is put again moves. What a fetch has
+delivered from an earlier owner is moved in the background (`efs/moving.py`).
 
 *Puts.* A group's blocks are copied out of the caller's buffer where they do not stand in one piece, at most
 STAGING_PIECE_BYTES at a time for all groups together: a group's writer takes one block-major array. Each write says by
@@ -54,8 +55,10 @@ from efs.limits import (
 from efs.link import MapHeld
 from efs.memory import flat_bytes
 from efs.metrics import CounterFile
+from efs.moving import Mover
 from efs.nodedir import OwnerLock
 from efs.ownership import Owners, Ownership
+from efs.pace import Traffic
 from efs.purge import PurgeReport
 from efs.quota import Quotas
 from efs.repair import RepairReport
@@ -78,11 +81,12 @@ class GroupedFileSystem:
 
     def __init__(self, groups: Sequence[FileSystem], ownership: Ownership, *, counters: CounterFile, clock: Clock,
                  quotas: Quotas, lock: OwnerLock | None = None, root: str | None = None,
-                 map_held: MapHeld | None = None, renew: Renew | None = None) -> None:
+                 map_held: MapHeld | None = None, renew: Renew | None = None, move: bool = True) -> None:
         """Over groups that are open; all of them count in `counters` and have `quotas`. Must run on the loop.
 
         map_held: by which version of the map the nodes are written to. renew: asked after a put by a version that
-        failed in part; whether a later one is in use now, because that one turned out outdated."""
+        failed in part; whether a later one is in use now, because that one turned out outdated. move: bring blocks that
+        fetches find at an earlier owner to the present one, in the background."""
         if len(groups) != ownership.groups:
             raise InvalidArgument(f"{len(groups)} groups are open, {ownership.groups} own keys")
         self.groups = tuple(groups)
@@ -97,6 +101,11 @@ class GroupedFileSystem:
         self._renew = renew
         self._background = Background()
         self._closed = False
+        self._traffic = Traffic()
+        self._mover = Mover(lambda: self.groups, self._owners_now, self._put_renewed, counters, clock, self._traffic)
+        self._move = move
+        if move:
+            self._background.start("move", self._mover.run)
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
@@ -107,7 +116,19 @@ class GroupedFileSystem:
             return await self.groups[0].get_into(keys, shape, out, on_segment=on_segment, deadline_ms=deadline_ms)
         deadline, began = self._begin(keys, deadline_ms), self._clock.monotonic()
         target = flat_bytes(out, "out", len(keys) * shape.block_bytes, writable=True)
-        parts = _split(await self._holders(keys, deadline))
+        owners = self._ownership.owners(keys, self._clock.wall())
+        with self._traffic.call():
+            holders = await self._holders(keys, owners, deadline)
+            report = await self._fetch(keys, shape, target, _split(holders), on_segment, deadline, began)
+        if self._move and len(owners) > 1:
+            rows = np.flatnonzero((holders != owners[0]) & np.array(report.ok))
+            self._mover.offer(_chosen(keys, rows), holders[rows], shape)
+        return report
+
+    async def _fetch(self, keys: Sequence[bytes], shape: BlockShape, target: NDArray[np.uint8],
+                     parts: Sequence[tuple[int, Rows]], on_segment: OnSegment | None, deadline: Deadline,
+                     began: float) -> GetReport:
+        """Fetch blocks from the groups that have them."""
         if len(parts) == 1:
             group = self.groups[parts[0][0]]
             return await group.get_into(keys, shape, target, on_segment=on_segment, deadline_ms=_left_ms(deadline))
@@ -124,6 +145,12 @@ class GroupedFileSystem:
         """`FileSystem.put`, to the present owners. A quota refuses the new blocks of a tenant group by group."""
         self._require_open()
         deadline = Deadline.after_ms(self._clock, deadline_ms)
+        with self._traffic.call():
+            return await self._put_renewed(items, shape, blocks, deadline)
+
+    async def _put_renewed(self, items: Sequence[PutItem], shape: BlockShape, blocks: Any,
+                           deadline: Deadline) -> PutReport:
+        """A put, made again where it was by an outdated map and a later one could be read."""
         version = self._map_held.version
         report = await self._put_all(items, shape, blocks, deadline)
         if not report.failed or self._renew is None or not await self._renew(version, deadline):
@@ -137,8 +164,7 @@ class GroupedFileSystem:
             return await self.groups[0].put(items, shape, blocks, deadline_ms=_left_ms(deadline))
         check_items(items)
         source = flat_bytes(blocks, "blocks", len(items) * shape.block_bytes).reshape(len(items), shape.block_bytes)
-        owners = self._ownership.owners([item.key for item in items], self._clock.wall())[0]
-        parts = _split(owners)
+        parts = _split(self._owners_now([item.key for item in items]))
         most = max(1, STAGING_PIECE_BYTES // shape.block_bytes // max(1, len(parts)))
 
         async def one(group: int, rows: Rows) -> PutReport:
@@ -160,6 +186,10 @@ class GroupedFileSystem:
         if len(self.groups) == 1 or not keys:
             return await self.groups[0].match(keys, strict=strict, deadline_ms=deadline_ms)
         deadline = self._begin(keys, deadline_ms)
+        with self._traffic.call():
+            return await self._match(keys, strict, deadline)
+
+    async def _match(self, keys: Sequence[bytes], strict: bool, deadline: Deadline) -> int:
         owners = self._ownership.owners(keys, self._clock.wall())
         if not _moved(owners).any():
             parts = _split(owners[0])
@@ -184,6 +214,7 @@ class GroupedFileSystem:
         deadline = self._begin(keys, deadline_ms)
         if not keys:
             return 0
+        await self._mover.forget(keys, deadline)
         owners = self._ownership.owners(keys, self._clock.wall())
         calls = [self.groups[group].drop_keys(_chosen(keys, rows), deadline_ms=_left_ms(deadline))
                  for level, asked in enumerate(owners)
@@ -201,9 +232,13 @@ class GroupedFileSystem:
 
     # -- where keys are -----------------------------------------------------------------------------------------
 
-    async def _holders(self, keys: Sequence[bytes], deadline: Deadline) -> NDArray[np.intp]:
-        """(n,) the group from which to fetch each key."""
-        owners = self._ownership.owners(keys, self._clock.wall())
+    def _owners_now(self, keys: Sequence[bytes]) -> Owners:
+        """(n,) the present owner of each key."""
+        return self._ownership.owners(keys, self._clock.wall())[0]
+
+    async def _holders(self, keys: Sequence[bytes], owners: Sequence[Owners],
+                       deadline: Deadline) -> NDArray[np.intp]:
+        """(n,) the group from which to fetch each key, of those that own it or have."""
         holder = owners[0].astype(np.intp)
         unsure = _moved(owners)
         if not unsure.any():
@@ -215,7 +250,7 @@ class GroupedFileSystem:
                 ask &= asked != owners[level - 1]
             unsure &= ~await self._present(keys, asked, ask, True, asking)
             holder[unsure] = owners[level + 1][unsure]
-        self.counters.add("previous_owner_blocks", int(unsure.sum()))
+        self.counters.add("previous_owner_blocks", int((holder != owners[0]).sum()))
         return holder
 
     async def _present(self, keys: Sequence[bytes], owners: Owners, ask: Flags, strict: bool,

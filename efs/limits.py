@@ -275,6 +275,18 @@ LOCATE_MS: Final = 500.0
 have just stopped must leave the rest of the call its time."""
 LOCATE_SHARE: Final = 0.25
 """Of what is left of a fetch's deadline, where that is less."""
+MOVE_QUEUE_BLOCKS: Final = 16_384
+"""Blocks that wait to be moved to their present owner: 1.9 GB of V4.1 blocks and half a minute of work, but only keys
+in memory, 2 MB. What does not fit is offered again when it is read again."""
+MOVE_BATCH_BLOCKS: Final = 64
+"""Blocks that are moved together; a whole run of V4.1 blocks."""
+MOVE_BATCH_BYTES: Final = 8 * MIB
+"""Bytes of those blocks, at least one: what is in flight at a time. A move holds twice that, and takes a thirtieth of
+what puts may admit."""
+MOVE_BATCHES_PER_SECOND: Final = 10
+"""73 MB/s of V4.1 blocks where no calls are running, as repair; 7 MB/s where they never end."""
+MOVE_REST_MS: Final = 60_000.0
+"""A block that could not be moved is left alone for so long: each further try would fetch it once more."""
 
 # -- etcd -----------------------------------------------------------------------------------------------------------
 
@@ -307,6 +319,8 @@ assert HOLLOW_GRACE_MS >= 2 * MAX_DEADLINE_MS
 assert max(GET_DEADLINE_MS, MATCH_DEADLINE_MS, PUT_DEADLINE_MS) <= MAX_DEADLINE_MS
 assert PUT_PIECE_BYTES * STRIPE_SHARDS // DATA_SHARDS <= STAGING_PIECE_BYTES <= PUT_BUDGET_BYTES
 assert MAX_BLOCK_BYTES * STRIPE_SHARDS // DATA_SHARDS <= WRITE_STAGING_BYTES
+assert MOVE_BATCH_BYTES <= PUT_PIECE_BYTES
+assert MOVE_BATCH_BLOCKS <= MOVE_QUEUE_BLOCKS
 assert PAGE_BYTES % SLOT_ALIGN_BYTES == 0
 assert MAX_BLOCK_BYTES // DATA_SHARDS + SLOT_ALIGN_BYTES <= WIRE_BODY_BYTES
 assert WIRE_KEYS * (34 + 38 * (MAX_VERSIONS_PER_KEY - 1)) + PAGE_BYTES <= WIRE_METADATA_BYTES

@@ -67,6 +67,9 @@ COUNTERS: tuple[str, ...] = (
     "wire_reads", "wire_read_bytes",
     # blocks that a fetch looked for at an earlier owner, because the present one had none of them
     "previous_owner_blocks",
+    # blocks that fetches delivered from there, to be moved to the present owner: how many were queued, had no room, are
+    # there now, are not
+    "move_queued", "move_dropped", "move_done", "move_failed",
 )
 NODE_COUNTERS: Final = tuple(name for name in COUNTERS if name != "node_mended"
                              and (name.startswith(("node_", "wire_")) or name == "staged_reads"))

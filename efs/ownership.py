@@ -6,7 +6,8 @@ takes over its share of the placement groups from all others, and nothing moves 
 
 What was stored before stays where it was. For the retention time after a group was added a look-up goes to the owner,
 and for what is not there to who owned the key before that group came; where several came within that time, to one
-after the other, the latest first. Writes go to the owner only: what is put again is from then on found there. When the
+after the other, the latest first. Writes go to the owner only: what is put again is from then on found there, and what
+is read is put again in the background (`efs/moving.py`). When the
 retention time is over the earlier owner is not asked any more, and what it still holds is evicted like anything unused.
 """
 

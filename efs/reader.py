@@ -11,7 +11,7 @@ from efs.fetch import Fetch, OnSegment
 from efs.metrics import CounterFile
 from efs.shape import BlockShape
 from efs.target import Part
-from efs.types import GetReport
+from efs.types import GetReport, PutItem
 from efs.unitread import CorruptShard, ReadContext
 
 
@@ -26,14 +26,18 @@ class Reader:
         self.context = ReadContext(nodes, codec, counters, clock, report)
 
     async def get_into(self, keys: Sequence[bytes], shape: BlockShape, out: memoryview, on_segment: OnSegment | None,
-                       deadline: Deadline, part: Part | None = None) -> GetReport:
+                       deadline: Deadline, part: Part | None = None,
+                       described: dict[int, PutItem] | None = None) -> GetReport:
         """Fetch the blocks of `keys` segment-major into `out`, a flat writable byte view of exactly their size; or of
         the size of all blocks of which these are a `part`.
+
+        described: filled with what is known of blocks by their headers, by their place in the call. Such a fetch is
+        not counted as one of a user's.
 
         Returns by the deadline with what was verified until then. Nothing writes to `out` after the return, whether by
         result, exception or cancellation. Bytes of blocks that are not ok are undefined.
         """
-        fetch = Fetch(self.context, keys, shape, out, on_segment, deadline, part)
+        fetch = Fetch(self.context, keys, shape, out, on_segment, deadline, part, described)
         try:
             return await fetch.run()
         finally:

@@ -13,11 +13,13 @@ NO_PLACE: Final = -1
 @dataclass(frozen=True, slots=True)
 class PutItem:
     """What the filesystem must know of a block beside its bytes: its key, its depth in the chain (DEPTH_UNKNOWN when
-    not known) and the tenant tag of 8 bytes (zeros without a tenant)."""
+    not known) and the tenant tag of 8 bytes (zeros without a tenant). digest: of 16 bytes, where it is known what the
+    block must be; bytes of another digest are then not stored."""
 
     key: bytes
     depth: int
     tenant_tag: bytes
+    digest: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

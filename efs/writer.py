@@ -13,7 +13,7 @@ A put goes through these steps; the first two can end it before a byte is hashed
    version displaces the weakest one, of fewer than ten shards, but not one that is being written: dropping from under a
    running put would take shards that it has counted. What this process writes it knows; for what others write, each
    node keeps records that are younger than the hollow grace (`DropItem`). Where none can be displaced everywhere the
-   block fails.
+   block fails. So does a block whose digest is not the one that its item demands.
 5. *Writing.* One batch per node and piece, from private staging (`efs.staging`). A node has at most PUT_LANE_PIECES
    pieces of a put under way. A single node that keeps the others waiting for the lag grace (as long again as the put
    has taken, PUT_LAG_GRACE_MS at least) is left out of the rest of the put; its blocks are at risk. A node that fails
@@ -55,6 +55,7 @@ from efs.limits import (
     ABANDONED_BYTES_PER_NODE,
     ACK_SHARDS,
     DATA_SHARDS,
+    DIGEST_BYTES,
     HOLLOW_GRACE_MS,
     KEY_BYTES,
     MAX_DEADLINE_MS,
@@ -85,6 +86,7 @@ Rows = NDArray[np.intp]
 TOO_LATE = "the deadline came first"
 TOO_FEW_NODES = f"fewer than {ACK_SHARDS} nodes can be written to"
 NODES_REFUSED = "nodes did not take them"
+OTHER_BYTES = "their bytes are not those that were meant"
 """`PutReport.why` of failed blocks, where nothing more exact is known."""
 
 
@@ -108,6 +110,8 @@ def check_items(items: Sequence[PutItem]) -> None:
             raise InvalidArgument(f"a tenant tag has {len(item.tenant_tag)} bytes, expected 8")
         if not 0 <= item.depth <= 0xFFFF_FFFF:
             raise InvalidArgument(f"depth {item.depth} does not fit 32 bits")
+        if item.digest is not None and len(item.digest) != DIGEST_BYTES:
+            raise InvalidArgument(f"a digest has {len(item.digest)} bytes, expected {DIGEST_BYTES}")
 
 
 class Writer:
@@ -364,10 +368,12 @@ class _Put:
         writing.update(claims)
         self._claimed += claims
         wanted = np.ones((len(blocks), STRIPE_SHARDS), np.bool_)
+        mistaken = self._mistaken(blocks, digests)
+        wanted[mistaken] = False
         drops: dict[int, list[DropItem]] = {}
         used: dict[int, list[bytes]] = {}
         displacing: list[int] = []
-        for row in np.flatnonzero(survey.held[blocks]).tolist():
+        for row in np.flatnonzero(survey.held[blocks] & ~mistaken).tolist():
             block, digest = int(blocks[row]), digests[row]
             versions = survey.versions(block)
             mine = versions.get(digest)
@@ -394,6 +400,15 @@ class _Put:
         if drops and not await self._drop(drops):
             wanted[displacing] = False
         return wanted
+
+    def _mistaken(self, blocks: Rows, digests: Sequence[bytes]) -> Flags:
+        """(rows,): which of the piece's rows have another digest than they must."""
+        demanded = [self._items[block].digest for block in blocks.tolist()]
+        mistaken = np.array([digest is not None and digest != found
+                             for digest, found in zip(demanded, digests, strict=True)], np.bool_)
+        if mistaken.any():
+            self._refuse(OTHER_BYTES)
+        return mistaken
 
     async def _drop(self, drops: dict[int, list[DropItem]]) -> bool:
         """Whether every node has removed all of its records."""

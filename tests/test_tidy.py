@@ -32,7 +32,7 @@ ORDER: Final = {
         target unitread examine fetch reader joining health ask pieces survey quota writer pace listing sweep
         findings indexprobe nodeview tenantcount storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
         memory stripe mend rebuild repair progress scrub tombstones purge exposition statuspage serving upkeep fs
-        joined groups clusterfs replace culprit fsckrepair
+        joined moving groups clusterfs replace culprit fsckrepair
     """,
     "kvstore": """
         config tenants tenancy buffers layout keys hit loopthread store localset benchwork bench benchserved connectors

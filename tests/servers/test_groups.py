@@ -13,24 +13,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from efs.cluster import read_store_config
 from efs.clusterfile import read_cluster
-from efs.clusterfs import open_cluster
+from efs.clusterfs import Care, open_cluster
 from efs.etcd import EtcdStore
 from efs.groups import GroupedFileSystem
 from efs.osio import SystemIo
 from efs.ownership import owner_table
 from efs.placement import placement_group
 from efs.tombstones import read_tombstones
+from gdr.counters import Counters
+from gdr.pages import PagePool
+from gdr.writeback import WriteBack
+from kvstore.keys import Namespace
+from kvstore.layout import BlockLayout
 from kvstore.store import KVStore
 from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, SHAPE, all_hit, fetch
 from tests.support.blocks import Blocks, make_blocks
 from tests.support.cli import Outcome, run_process
 from tests.support.etcdprocess import etcd_process, map_of
+from tests.support.fakedevice import FakeDevice
+from tests.support.groupbench import MovedWall
 from tests.support.servers import EXTENT_BYTES, NODE_CAPACITY_BYTES, ServedCluster, ServerProcess, served_cluster
-from tests.support.waiting import came_true
+from tests.support.waiting import came_true, eventually
 from tools.etcdprocess import EtcdProcess
 
 RUN = 8
@@ -105,6 +114,18 @@ async def put(filesystem: GroupedFileSystem, blocks: Blocks) -> tuple[int, int, 
     return report.acked, report.already, report.failed
 
 
+async def moves(filesystem: GroupedFileSystem) -> tuple[int, int, int]:
+    """How many blocks were to be moved, are at their owner now, and are not, once nothing waits."""
+    names = ("move_queued", "move_done", "move_failed")
+
+    def counts() -> tuple[int, ...]:
+        return tuple(filesystem.counters.get(name) for name in names)
+
+    assert await came_true(lambda: counts()[0] == counts()[1] + counts()[2], 60)
+    queued, done, failed = counts()
+    return queued, done, failed
+
+
 def of_new(blocks: Blocks) -> list[int]:
     return [at for at, key in enumerate(blocks.keys) if owner_table(2)[placement_group(key)] == 1]
 
@@ -121,7 +142,7 @@ async def test_blocks_are_found_at_their_previous_owner_then_at_the_new_one(grou
     assert 0 < len(moved) < BLOCKS
     assert await put(old, blocks) == (BLOCKS, 0, 0)
     await added(groups)
-    filesystem = await open_cluster(groups.cluster.file)
+    filesystem = await open_cluster(groups.cluster.file, care="none")
     await whole(filesystem)
     for strict in (False, True):
         assert await filesystem.match(blocks.keys, strict=strict, deadline_ms=DEADLINE_MS) == BLOCKS
@@ -135,6 +156,108 @@ async def test_blocks_are_found_at_their_previous_owner_then_at_the_new_one(grou
     # A client that has not got the new file goes on with the old one.
     await all_hit(old, blocks)
     await old.close()
+    await filesystem.close()
+
+
+@pytest.mark.parametrize("care", ["background", "none"])
+async def test_blocks_that_are_only_read_move_to_the_new_group_and_outlive_the_retention_time(
+    groups: TwoGroups, care: Care
+) -> None:
+    clock = MovedWall()
+    filesystem = await open_cluster(groups.cluster.file)
+    await whole(filesystem)
+    blocks = make_blocks(BLOCKS, seed=4, shape=SHAPE, run=RUN, tenant_tag=b"acme1234")
+    moved = of_new(blocks)
+    assert await put(filesystem, blocks) == (BLOCKS, 0, 0)
+    await filesystem.close()
+    await added(groups)
+    filesystem = await open_cluster(groups.cluster.file, clock=clock, care=care)
+    await whole(filesystem)
+    await all_hit(filesystem, blocks)
+    assert filesystem.counters.get("previous_owner_blocks") == len(moved)
+    assert await moves(filesystem) == ((len(moved), len(moved), 0) if care == "background" else (0, 0, 0))
+    clock.ahead = read_cluster(SystemIo(), groups.cluster.file).ownership.retention_seconds + 60
+    report = await fetch(filesystem, blocks)
+    assert [at for at, ok in enumerate(report.ok) if not ok] == ([] if care == "background" else moved)
+    assert filesystem.counters.get("previous_owner_blocks") == len(moved), "the previous owner was not asked again"
+    records = len(moved) if care == "background" else 0
+    assert [node.records for node in (await filesystem.nodes())] == [BLOCKS] * 12 + [records] * 12
+    out = np.zeros(len(moved) * SHAPE.block_bytes, np.uint8)
+    keys = [blocks.keys[at] for at in moved]
+    items = await filesystem.groups[1].read_items(keys, SHAPE, out, deadline_ms=DEADLINE_MS)
+    kept = [(items[at].depth, items[at].tenant_tag) for at in sorted(items)]
+    assert kept == ([(at, b"acme1234") for at in moved] if records else [])
+    await filesystem.close()
+
+
+async def test_a_fault_of_the_new_group_costs_moves_only(groups: TwoGroups) -> None:
+    first = await open_cluster(groups.cluster.file)
+    await whole(first)
+    blocks = blocks_of(6)
+    moved = of_new(blocks)
+    assert await put(first, blocks) == (BLOCKS, 0, 0)
+    await first.close()
+    await added(groups)
+    filesystem = await open_cluster(groups.cluster.file)
+    await whole(filesystem)
+    # Eleven of its servers stop while blocks are moved there.
+    groups.processes[0].signal(signal.SIGSTOP)
+    await all_hit(filesystem, blocks)
+    assert await moves(filesystem) == (len(moved), 0, len(moved))
+    await all_hit(filesystem, blocks)
+    groups.processes[0].signal(signal.SIGCONT)
+    await whole(filesystem)
+    filesystem._mover._resting.clear()
+    await all_hit(filesystem, blocks)
+    assert await moves(filesystem) == (2 * len(moved), len(moved), len(moved))
+    await filesystem.close()
+
+
+@pytest.mark.parametrize("how", ["put", "write back"])
+async def test_what_an_engine_puts_again_is_stored_at_its_new_owner(groups: TwoGroups, how: str) -> None:
+    """The previous owner has it complete, and that does not count as stored."""
+    layout = BlockLayout.per_layer([8_192, 8_192], format="test", dtype="uint8", block_tokens=4)
+    tokens = np.random.default_rng(7).integers(0, 50_000, 4 * 40, np.uint32)
+
+    def save(write_back: bool) -> tuple[int, int]:
+        """(acked, already) of what an engine computed."""
+        with KVStore.blocking(groups.cluster.file) as store:
+            opened = store._store.filesystem
+            assert isinstance(opened, GroupedFileSystem)
+            assert eventually(lambda: all(len(group.health.readable()) == 12 for group in opened.groups), 40)
+            chain = store.namespace(model="test", weights="w", layout=layout).chain(tokens)
+            if not write_back:
+                report = store.put(chain, data, deadline_ms=DEADLINE_MS)
+                return report.acked, report.already
+            device, counters = FakeDevice(order=("write-back", "compute")), Counters()
+            pages = PagePool(device, layout.shape.segment_bytes, 40)
+            target = pages.allocate(40)
+            assert target is not None
+            for segment, (offset, size) in enumerate(zip(layout.shape.segment_offsets, layout.shape.segment_bytes,
+                                                         strict=True)):
+                for page, block in zip(target.pages, data, strict=True):
+                    pages.storage[segment][page.index, :size] = torch.from_numpy(block[offset : offset + size])
+            writing = WriteBack(device, pages, store, counters=counters, piece_blocks=16)
+            assert writing.submit(chain, target.pages, device.compute_stream().record())
+            assert writing.flush(DEADLINE_MS)
+            assert writing.close()
+            return counters.get("write_back_acked"), counters.get("write_back_already")
+
+    data = np.random.default_rng(8).integers(0, 256, (40, layout.block_bytes), np.uint8)
+    assert await asyncio.to_thread(save, False) == (40, 0)
+    await added(groups)
+    chain = Namespace("test", "w", layout).chain(tokens)
+    moved = [at for at, key in enumerate(chain.keys) if owner_table(2)[placement_group(key)] == 1]
+    assert 0 < len(moved) < 40
+    assert await asyncio.to_thread(save, how == "write back") == (len(moved), 40 - len(moved))
+    filesystem = await open_cluster(groups.cluster.file, care="none")
+    await whole(filesystem)
+    assert [node.records for node in (await filesystem.nodes())[12:]] == [len(moved)] * 12
+    out = np.zeros(40 * layout.block_bytes, np.uint8)
+    report = await filesystem.get_into(chain.keys, layout.shape, out, deadline_ms=DEADLINE_MS)
+    assert (report.blocks, filesystem.counters.get("previous_owner_blocks")) == (40, 0)
+    for offset, size in zip(layout.shape.segment_offsets, layout.shape.segment_bytes, strict=True):
+        assert (out[40 * offset : 40 * (offset + size)].reshape(40, size) == data[:, offset : offset + size]).all()
     await filesystem.close()
 
 
@@ -263,7 +386,8 @@ async def test_a_client_of_a_map_in_etcd_follows_when_a_group_is_added(in_etcd: 
     await whole(filesystem)
     await all_hit(filesystem, blocks)
     assert filesystem.counters.get("previous_owner_blocks") == len(of_new(blocks))
-    assert await put(filesystem, blocks) == (len(of_new(blocks)), BLOCKS - len(of_new(blocks)), 0)
+    assert await moves(filesystem) == (len(of_new(blocks)), len(of_new(blocks)), 0)
+    assert await put(filesystem, blocks) == (0, BLOCKS, 0)
     assert [node.records for node in (await filesystem.nodes())[12:]] == [len(of_new(blocks))] * 12
     again = (await asyncio.to_thread(groups.add, str(etcd.url))).document()
     assert (again["version"], again["changed"]) == (2, False)
@@ -324,6 +448,36 @@ async def test_a_client_whose_map_stays_old_is_told_both_versions_and_reads_on(g
     await all_hit(behind, first)
     other.write_text(Path(groups.cluster.file).read_text())
     assert await put(behind, second) == (0, BLOCKS, 0)
+    await ahead.close()
+    await behind.close()
+
+
+async def test_moves_by_an_outdated_map_are_refused_until_the_later_one_was_read(groups: TwoGroups) -> None:
+    blocks = blocks_of(33)
+    moved = of_new(blocks)
+    first = await open_cluster(groups.cluster.file)
+    await whole(first)
+    assert await put(first, blocks) == (BLOCKS, 0, 0)
+    await first.close()
+    await added(groups)
+    other = groups.cluster.root / "old.toml"
+    other.write_text(Path(groups.cluster.file).read_text())
+    behind = await open_cluster(str(other))
+    await whole(behind)
+    for more in ((), ("--undo",)):
+        drained = await asyncio.to_thread(run_process, "--json", "cluster", "drain", groups.cluster.file, "7", *more)
+        assert drained.code == 0
+    ahead = await open_cluster(groups.cluster.file, care="none")
+    await whole(ahead)
+    assert await put(ahead, blocks_of(34)) == (BLOCKS, 0, 0)
+    await all_hit(behind, blocks)
+    assert await moves(behind) == (len(moved), 0, len(moved))
+    assert (behind._map_held.version, behind._map_held.outdated) == (2, True)
+    other.write_text(Path(groups.cluster.file).read_text())
+    behind._mover._resting.clear()
+    await all_hit(behind, blocks)
+    assert await moves(behind) == (2 * len(moved), len(moved), len(moved))
+    assert (behind._map_held.version, behind._map_held.outdated) == (4, False)
     await ahead.close()
     await behind.close()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from efs.clock import SystemClock
 from efs.codec import Codec
 from efs.fs import FileSystem
-from efs.groups import GroupedFileSystem
+from efs.groups import GroupedFileSystem, Renew
 from efs.metrics import CounterFile
 from efs.ownership import Ownership, owner_table
 from efs.placement import placement_group
@@ -44,17 +44,17 @@ class GroupBench:
     ownership: Ownership
     filesystem: GroupedFileSystem = field(init=False)
 
-    def open_group(self) -> FileSystem:
-        twins = [MemoryNode(index, self.clock) for index in range(12)]
+    def open_group(self, capacity_records: int | None = None) -> FileSystem:
+        twins = [MemoryNode(index, self.clock, capacity_records=capacity_records) for index in range(12)]
         self.twins.append(twins)
         self.quotas.extend(twins)
         return FileSystem(twins, codec=Codec(), counters=self.counters, clock=self.clock, quotas=self.quotas)
 
-    def add_group(self) -> None:
+    def add_group(self, capacity_records: int | None = None) -> None:
         """As an operator does, now."""
         added_at = (*self.ownership.added_at, int(self.clock.wall()))
         self.ownership = Ownership(added_at, RETENTION_SECONDS)
-        self.filesystem.extend([self.open_group()], self.ownership)
+        self.filesystem.extend([self.open_group(capacity_records)], self.ownership)
 
     def lose(self, group: int, nodes: Sequence[int]) -> None:
         for index in nodes:
@@ -72,12 +72,12 @@ class GroupBench:
         return [at for at, key in enumerate(blocks.keys) if self.owner(key) == group]
 
 
-def make_groups(groups: int) -> GroupBench:
-    """So many groups, added long ago. Must run on the loop."""
+def make_groups(groups: int, *, move: bool = False, renew: Renew | None = None) -> GroupBench:
+    """So many groups, added long ago. Must run on the loop. move, renew: as in `GroupedFileSystem`."""
     clock = MovedWall()
     bench = GroupBench(clock, CounterFile.in_memory(), Quotas((), clock), [],
                        Ownership((0,) * groups, RETENTION_SECONDS))
     opened = [bench.open_group() for _ in range(groups)]
     bench.filesystem = GroupedFileSystem(opened, bench.ownership, counters=bench.counters, clock=clock,
-                                         quotas=bench.quotas)
+                                         quotas=bench.quotas, renew=renew, move=move)
     return bench

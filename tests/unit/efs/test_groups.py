@@ -365,8 +365,9 @@ async def test_a_hole_behind_moved_blocks_ends_the_match(one: GroupBench) -> Non
         await put(one, blocks)
 
 
-async def test_a_course_of_puts_drops_losses_and_added_groups_against_a_dictionary(one: GroupBench) -> None:
-    seed = 31
+@pytest.mark.parametrize("move", [False, True])
+async def test_a_course_of_puts_drops_losses_and_added_groups_against_a_dictionary(move: bool) -> None:
+    one, seed = make_groups(1, move=move), 31
     print(f"seed {seed}")
     source = random.Random(seed)
     known: dict[bytes, int] = {}
@@ -399,6 +400,8 @@ async def test_a_course_of_puts_drops_losses_and_added_groups_against_a_dictiona
     assert len(one.twins) > 2
     assert lost
     assert one.counters.get("previous_owner_blocks") > 10
+    assert (one.counters.get("move_done") > 0) == move
+    await one.filesystem.close()
 
 
 # -- Draining ---------------------------------------------------------------------------------------------------------

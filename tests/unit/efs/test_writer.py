@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from efs.limits import HOLLOW_GRACE_MS, MAX_KEYS_PER_CALL, PUT_PIECE_BYTES, STRI
 from efs.shape import BlockShape
 from efs.shard import parse_header
 from efs.types import PutItem, PutReport
-from efs.writer import check_items
+from efs.writer import OTHER_BYTES, check_items
 from tests.support.bench import Bench, SpyCodec, assert_readable, make_bench, small_pieces
 from tests.support.blocks import TINY, Blocks, make_blocks, readable, sound_versions
 from tests.support.clock import FakeClock
@@ -354,6 +355,33 @@ async def test_a_version_that_is_being_written_is_not_displaced() -> None:
     bench.assert_nothing_held()
 
 
+@pytest.mark.parametrize("held", [False, True])
+async def test_bytes_of_another_digest_than_was_demanded_are_not_stored(held: bool) -> None:
+    bench = make_bench()
+    meant, found = make_blocks(20, seed=1), make_blocks(20, seed=2, keys=make_blocks(20, seed=1).keys)
+    await bench.put(meant)
+    digests = [next(iter(sound_versions(bench.twins, key))) for key in meant.keys]
+    bench = make_bench()
+    if held:
+        # Ten nodes have the other version already: it is neither made whole nor taken for stored.
+        await bench.put(found)
+        for twin in bench.twins[:2]:
+            for stored in list(twin.slots.values()):
+                twin._forget(stored)
+    items = [replace(item, digest=digest) for item, digest in zip(meant.items, digests, strict=True)]
+    data = meant.data.copy()
+    data[5:] = found.data[5:]
+    report = await bench.writer.put(items, TINY, data, Deadline.after_ms(bench.clock, 5_000))
+    assert (report.acked, report.already, report.failed, report.why) == (5, 0, 15, OTHER_BYTES)
+    assert not {key for node in bench.nodes for key in node.touched}
+    for place, key in enumerate(meant.keys):
+        versions = sound_versions(bench.twins, key)
+        assert len(versions.get(digests[place], {})) == (STRIPE_SHARDS if place < 5 else 0)
+        assert sum(len(shards) for digest, shards in versions.items() if digest != digests[place]) == 10 * held
+    assert (await bench.writer.put(items, TINY, meant.data, Deadline.after_ms(bench.clock, 5_000))).failed == 0
+    bench.assert_nothing_held()
+
+
 # -- the same key at the same time ------------------------------------------------------------------------------
 
 
@@ -417,6 +445,7 @@ async def test_no_blocks_are_nothing() -> None:
     (PutItem(bytes(32), 0, b"tag"), "3 bytes"),
     (PutItem(bytes(32), -1, bytes(8)), "-1"),
     (PutItem(bytes(32), 1 << 32, bytes(8)), "4294967296"),
+    (PutItem(bytes(32), 0, bytes(8), bytes(15)), "a digest has 15 bytes"),
 ])
 def test_what_no_record_can_hold_is_refused(item: PutItem, named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
