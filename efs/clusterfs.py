@@ -216,23 +216,26 @@ class _Client:
 
     async def _groups(self, config: ClusterConfig, numbers: Sequence[int],
                       nodes: Sequence[RemoteNode]) -> list[FileSystem]:
-        """The filesystems of groups with these nodes."""
+        """The filesystems of groups with these nodes. All that can fail comes before the first of them is made: it has
+        tasks from then on."""
         tombstones = [read_tombstones(self._io, _notes(self._root, group)) if self._lock is not None else {}
                       for group in range(config.ownership.groups)]
         purged = frozenset[bytes]().union(*tombstones)
-        return [await self._group(config, group, nodes[STRIPE_SHARDS * at : STRIPE_SHARDS * (at + 1)],
-                                  {**dict.fromkeys(purged, ALL_NODES), **tombstones[group]})
-                for at, group in enumerate(numbers)]
+        members = {group: nodes[STRIPE_SHARDS * at : STRIPE_SHARDS * (at + 1)] for at, group in enumerate(numbers)}
+        noted = {group: await self._noted(group, some, {**dict.fromkeys(purged, ALL_NODES), **tombstones[group]})
+                 for group, some in members.items()}
+        return [self._filesystem(config, group, some, *noted[group]) for group, some in members.items()]
 
-    async def _group(self, config: ClusterConfig, group: int, nodes: Sequence[RemoteNode],
-                     tombstones: Tombstones) -> FileSystem:
+    async def _noted(self, group: int, nodes: Sequence[RemoteNode],
+                     tombstones: Tombstones) -> tuple[str | None, Progress, Tombstones]:
+        """Where what concerns a group is noted, and what is noted there, after its nodes buried what was purged."""
         if self._lock is None:
-            return self._filesystem(config, group, nodes, None, Progress(), {})
+            return None, Progress(), {}
         notes = _notes(self._root, group)
         if not os.path.isdir(notes):
             self._io.mkdir(notes)
         left = await _bury(self._io, notes, nodes, tombstones, self._clock)
-        return self._filesystem(config, group, nodes, notes, read_progress(self._io, notes), left)
+        return notes, read_progress(self._io, notes), left
 
     def _filesystem(self, config: ClusterConfig, group: int, nodes: Sequence[RemoteNode], notes: str | None,
                     progress: Progress, tombstones: Tombstones) -> FileSystem:
