@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from efs.ask import all_of, tables_of
 from efs.background import Background
+from efs.batch import require_keys
 from efs.burial import words_of
 from efs.clock import Clock, Deadline, SystemClock
 from efs.cluster import (
@@ -41,15 +42,13 @@ from efs.cluster import (
 )
 from efs.codec import Codec
 from efs.contract import ABSENT, Node
-from efs.errors import EfsError, InvalidArgument, StoreClosed
+from efs.errors import EfsError, StoreClosed
 from efs.health import Health, NodeState
 from efs.joining import JoiningNode
 from efs.limits import (
     ACK_SHARDS,
     CLOSE_MS,
     INFO_DEADLINE_MS,
-    KEY_BYTES,
-    MAX_KEYS_PER_CALL,
     STRIPE_SHARDS,
     STUCK_AT_CLOSE_MS,
 )
@@ -384,7 +383,7 @@ class FileSystem:
     def _begin(self, keys: Sequence[bytes], deadline_ms: float) -> Deadline:
         """The checks that every call on keys begins with."""
         self._require_open()
-        check_keys(keys)
+        require_keys(keys)
         return Deadline.after_ms(self._clock, deadline_ms)
 
     def _may_change(self, dropping: bool = False) -> bool:
@@ -400,15 +399,6 @@ class FileSystem:
 
     def _reachable(self) -> dict[int, Node]:
         return {index: node for index in self.health.readable() if (node := self._nodes[index]) is not None}
-
-
-def check_keys(keys: Sequence[bytes]) -> None:
-    """Refuse too many keys in one call, and one of a wrong length."""
-    if len(keys) > MAX_KEYS_PER_CALL:
-        raise InvalidArgument(f"{len(keys)} keys in one call, at most {MAX_KEYS_PER_CALL}")
-    wrong = set(map(len, keys)) - {KEY_BYTES}
-    if wrong:
-        raise InvalidArgument(f"a key has {wrong.pop()} bytes, expected {KEY_BYTES}")
 
 
 async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,

@@ -30,9 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.background import Background
+from efs.batch import require_keys
 from efs.clock import Clock, Deadline
 from efs.errors import InvalidArgument, StoreClosed
-from efs.fs import FileSystem, OnSegment, check_keys
+from efs.fs import FileSystem, OnSegment
 from efs.joined import (
     Rows,
     SegmentJoin,
@@ -365,7 +366,7 @@ class GroupedFileSystem:
     def _begin(self, keys: Sequence[bytes], deadline_ms: float) -> Deadline:
         """The checks that every call on keys begins with."""
         self._require_open()
-        check_keys(keys)
+        require_keys(keys)
         return Deadline.after_ms(self._clock, deadline_ms)
 
 

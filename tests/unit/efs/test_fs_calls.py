@@ -103,7 +103,7 @@ async def test_wrong_buffers_are_refused_with_what_was_expected(filesystem: File
 
 
 async def test_wrong_keys_and_deadlines_are_refused(filesystem: FileSystem) -> None:
-    with pytest.raises(InvalidArgument, match="31 bytes, expected 32"):
+    with pytest.raises(InvalidArgument, match="key 0 has 31 bytes, must have 32"):
         await filesystem.match([bytes(31)], deadline_ms=DEADLINE_MS)
     with pytest.raises(InvalidArgument, match=f"{MAX_KEYS_PER_CALL + 1} keys"):
         await filesystem.drop([bytes(32)] * (MAX_KEYS_PER_CALL + 1), deadline_ms=DEADLINE_MS)

@@ -250,7 +250,7 @@ async def test_a_cancelled_fetch_leaves_nothing_running(bench: GroupBench) -> No
 
 async def test_arguments_are_checked_as_with_one_group(bench: GroupBench) -> None:
     filesystem = bench.filesystem
-    with pytest.raises(InvalidArgument, match="a key has 5 bytes"):
+    with pytest.raises(InvalidArgument, match="key 0 has 5 bytes, must have 32"):
         await filesystem.match([bytes(5)], deadline_ms=DEADLINE_MS)
     with pytest.raises(InvalidArgument, match="keys in one call"):
         await filesystem.drop([bytes(32)] * (MAX_KEYS_PER_CALL + 1), deadline_ms=DEADLINE_MS)
