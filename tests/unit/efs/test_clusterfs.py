@@ -37,7 +37,7 @@ async def test_of_several_groups_of_which_one_cannot_be_opened_nothing_is_left(t
         return reading
 
     async def opened() -> _Client:
-        return await _Client.open(read, str(tmp_path), 0, SystemIo(), SystemClock(), "background", False)
+        return await _Client.open(read, str(tmp_path), 0, SystemIo(), SystemClock(), "background", False, False)
 
     # Where the progress of group 2 is noted stands something else.
     other = tmp_path / "group-02" / PROGRESS_FILE
