@@ -7,8 +7,9 @@ all that changes anything. The file is opened for reading only, so the server st
 
 *What may go wrong is what may go wrong in the server too.* A slot may be used again, or its extent cut anew, between
 the look-up and the read: the reader verifies every byte and looks the record up again (`efs/examine.py`). How an extent
-is cut is read from its own header page before each range. Ranges are read with `preadv`, or copied from a memory map
-where whoever opened the store has asked for maps: a failing disk is then SIGBUS, not an error.
+is cut is read from its own header page before each range, or once for ranges that are shown together. Ranges are read
+with `preadv`, or copied from a memory map where whoever opened the store has asked for maps: a failing disk is then
+SIGBUS, not an error.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class SharedSlab:
         self.slab = slab
         self._head = memoryview(bytearray(EXTENT_HEADER_BYTES))
         self._known: dict[int, tuple[bytes, Geometry | None]] = {}
+        self._now: dict[int, Geometry | None] | None = None
+        """How extents are cut, as was read during the call that is being answered; None: read it each time."""
         self._reads = SlotReads(self, mapped)
 
     @classmethod
@@ -73,7 +76,11 @@ class SharedSlab:
 
     def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
         """See the contract."""
-        return self._reads.views_now(spans)
+        self._now = {}
+        try:
+            return self._reads.views_now(spans)
+        finally:
+            self._now = None
 
     def read_now(self, span: Span, landing: Landing) -> bool:
         """See the contract."""
@@ -82,18 +89,25 @@ class SharedSlab:
     def geometry_of(self, location: int, slot_bytes: int, count: int) -> Geometry | None:
         """By the extent's header page, if that is in the page cache."""
         extent = location >> SLOT_BITS
+        if self._now is None:
+            geometry = self._cut_of(extent)
+        elif extent in self._now:
+            geometry = self._now[extent]
+        else:
+            geometry = self._now[extent] = self._cut_of(extent)
+        if geometry is None or geometry.slot_class.slot_bytes != slot_bytes:
+            return None
+        return geometry if (location & SLOT_MASK) + count <= geometry.slots else None
+
+    def _cut_of(self, extent: int) -> Geometry | None:
+        """As its header page says just now."""
         if not 0 <= extent < self.slab.extents:
             return None
         try:
             size = self._io.preadv(self.slab.fd, [self._head], extent * self.slab.extent_bytes, nowait=True)
         except OSError:
             return None
-        if size != EXTENT_HEADER_BYTES:
-            return None
-        geometry = self._parsed(extent, bytes(self._head))
-        if geometry is None or geometry.slot_class.slot_bytes != slot_bytes:
-            return None
-        return geometry if (location & SLOT_MASK) + count <= geometry.slots else None
+        return self._parsed(extent, bytes(self._head)) if size == EXTENT_HEADER_BYTES else None
 
     def _parsed(self, extent: int, head: bytes) -> Geometry | None:
         known = self._known.get(extent)
