@@ -12,7 +12,6 @@ import random
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -25,6 +24,7 @@ from efs.clusterfile import write_cluster
 from efs.limits import MIB, STRIPE_SHARDS
 from efs.osio import SystemIo
 from tests.support.cli import ROOT, command, environment
+from tools.etcdprocess import free_port
 
 START_DEADLINE_S = 60.0
 END_DEADLINE_S = 30.0
@@ -145,14 +145,6 @@ def short_directory() -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens at just now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @contextmanager
