@@ -4,7 +4,7 @@
     lost_tokens              those of them whose load failed, so that they were computed after all
     load_bytes, loads        verified bytes delivered; loads that succeeded
     load_ms                  time those loads took, waiting included
-    saved_ms, wasted_ms      estimated time to first token that loads spared; that they cost (`savings`); not of a tier
+    saved_ms, wasted_ms      estimated time to first token that loads spared; that they cost (`savings`)
     load_failed_REASON       loads that failed, and were recomputed: missing, corrupt, unreachable, or the error's name
     match_failed_REASON      questions that failed, and counted as a miss; late: not answered by the deadline
     store_not_opened         attempts to open the store that failed

@@ -32,6 +32,7 @@ from kvstore.connectors.paged.counts import Counts
 from kvstore.connectors.paged.hits import Group, find_hit
 from kvstore.connectors.paged.jobs import LoadJob, LoadResult, SaveJob, Span, StepJobs, span_of
 from kvstore.connectors.paged.link import BlockStore, LazyStore, Worker, reason_of
+from kvstore.connectors.paged.prefills import ComputedRequest, Prefills
 from kvstore.connectors.paged.savings import Savings
 from kvstore.connectors.paged.settings import PagedSettings
 from kvstore.keys import Namespace
@@ -45,23 +46,17 @@ BYPASS: Final = "kvstore_bypass"
 MOST_FAILURES: Final = 2
 
 
-class EngineRequest(Protocol):
+class EngineRequest(ComputedRequest, Protocol):
     """What is read of a request of the engine."""
 
     request_id: str
-    num_computed_tokens: int
     block_hashes: Sequence[bytes]
     lora_request: Any
     mm_features: Sequence[Any]
     kv_transfer_params: Mapping[str, Any] | None
 
-    num_prompt_tokens: int
-
     @property
     def num_tokens(self) -> int: ...
-
-    @property
-    def num_output_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +91,6 @@ class _Followed:
     loading_since: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """The rest of a prompt is being computed: from which token on, since when."""
-
-    request: EngineRequest
-    first: int
-    since: float
-
-
 class Scheduling:
     """See the module docstring. Used by the engine's thread."""
 
@@ -112,7 +98,7 @@ class Scheduling:
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._savings = Savings(counts)
-        self._prefills: dict[str, _Prefill] = {}
+        self._prefills = Prefills(self._savings.computed, clock)
         self._store = store
         self._table = table
         self._settings = settings
@@ -247,44 +233,17 @@ class Scheduling:
             self._savings.loaded(followed.loading_tokens, self._clock() - followed.loading_since)
             followed.loading_tokens = 0
 
-    # -- what computing takes
-
-    def _measure(self, scheduled: Mapping[str, int]) -> None:
-        """Begin and end measurements of prompts that are computed."""
-        for request_id in list(self._prefills):
-            self._measured(request_id)
-        now = self._clock()
-        for request_id in scheduled:
-            followed = self._followed.get(request_id)
-            if followed is None or request_id in self._prefills:
-                continue
-            request = followed.request
-            if request.num_computed_tokens < request.num_prompt_tokens and not request.num_output_tokens:
-                self._prefills[request_id] = _Prefill(request, request.num_computed_tokens, now)
-
-    def _measured(self, request_id: str) -> None:
-        prefill = self._prefills.get(request_id)
-        if prefill is None:
-            return
-        if prefill.request.num_output_tokens:
-            del self._prefills[request_id]
-            self._savings.computed(prefill.request.num_prompt_tokens - prefill.first, self._clock() - prefill.since)
-        elif prefill.request.num_computed_tokens < prefill.first:
-            # Preempted: it begins anew.
-            del self._prefills[request_id]
-
     # -- what is saved
 
     def step(self, scheduled: Mapping[str, int], pages_of: Callable[[str], Sequence[Sequence[int]] | None]) -> StepJobs:
         """The jobs of a step that computes so many tokens of each request."""
-        self._measure(scheduled)
+        followed = {request_id: self._followed[request_id] for request_id in scheduled if request_id in self._followed}
+        self._prefills.step({request_id: each.request for request_id, each in followed.items()})
         saves = []
-        for request_id, count in scheduled.items():
-            followed = self._followed.get(request_id)
-            if followed is not None:
-                job = self._to_save(followed, count, pages_of)
-                if job is not None:
-                    saves.append(job)
+        for request_id, each in followed.items():
+            job = self._to_save(each, scheduled[request_id], pages_of)
+            if job is not None:
+                saves.append(job)
         loads, self._loads = tuple(self._loads), []
         if not scheduled and not loads and self._asking:
             with self._answered:
@@ -315,8 +274,7 @@ class Scheduling:
 
     def ended(self, request_id: str) -> None:
         """The request has finished or was aborted."""
-        self._measured(request_id)
-        self._prefills.pop(request_id, None)
+        self._prefills.ended(request_id)
         self._followed.pop(request_id, None)
 
     def close(self) -> None:

@@ -33,7 +33,11 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
@@ -60,6 +64,8 @@ from kvstore.connectors.paged.hits import Group
 from kvstore.connectors.paged.jobs import Span
 from kvstore.connectors.paged.link import LazyStore
 from kvstore.connectors.paged.pages import layer_rows
+from kvstore.connectors.paged.prefills import Prefills
+from kvstore.connectors.paged.savings import Savings
 from kvstore.connectors.paged.scheduling import BYPASS, left_alone
 from kvstore.connectors.paged.settings import read_settings
 from kvstore.connectors.vllm.identity import (
@@ -107,6 +113,7 @@ class KVStoreTier(SecondaryTierManager):
         self.locality = None if locality is None else Locality(locality)
         self.settings = read_settings(settings)
         self._counts = Counts()
+        self.savings = Savings(self._counts)
         self._link: LazyStore | None = None
         self._space: ChunkSpace | None = None
         self._lookups: ChunkLookups | None = None
@@ -220,9 +227,13 @@ class KVStoreTier(SecondaryTierManager):
         if self._transfers is None:
             return results
         for ended in self._transfers.finished():
-            _, hashes = self._jobs.pop(ended.job)
+            request_id, hashes = self._jobs.pop(ended.job)
             keys: list[bytes] = []
-            if ended.load and not ended.ok:
+            if ended.load and request_id in self._requests:
+                if ended.ok:
+                    self.savings.loaded(self._tokens(hashes), ended.seconds)
+                else:
+                    self.savings.failed(ended.seconds)
                 lost = {place: chunk for place, chunk in hashes.items() if place not in ended.good}
                 self._counts.add("lost_tokens", self._tokens(set(hashes)) - self._tokens(set(ended.good)))
                 assert self._lookups is not None
@@ -290,6 +301,8 @@ class KVStoreOffloadingConnector(OffloadingConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._facts: PageFacts | None = None
         self._tiers: list[KVStoreTier] = []
+        self._measured: dict[str, Any] = {}
+        self._prefills = Prefills(self._computed)
         if role == KVConnectorRole.SCHEDULER:
             manager = self.scheduler.manager
             if isinstance(manager, TieringOffloadingManager):
@@ -327,7 +340,31 @@ class KVStoreOffloadingConnector(OffloadingConnector):
             for tier in self._tiers:
                 tier.leaves_alone(reason)
             request.kv_transfer_params = {**(request.kv_transfer_params or {}), BYPASS: True}
+        else:
+            self._measured[request.request_id] = request
         super().on_new_request(request)
+
+    # What a load saves is what computing takes, and a tier does not see a prompt being computed.
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._prefills.step({name: self._measured[name] for name in scheduled if name in self._measured})
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._prefills.ended(request.request_id)
+        self._measured.pop(request.request_id, None)
+        finished: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
+        return finished
+
+    def _computed(self, tokens: int, seconds: float) -> None:
+        for tier in self._tiers:
+            tier.savings.computed(tokens, seconds)
 
 
 def _facts_of(config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> str:
