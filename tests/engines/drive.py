@@ -2,13 +2,14 @@
 
 Request: {"model": directory, "settings": the connector's, or null for an engine without, "tier": whether the store is a
 tier behind vLLM's own cache in host memory, "new_tokens": n, "engine": more arguments of vLLM, "rounds": [{"prompts":
-[[token, ...], ...], "before": [[action, argument ...], ...]}, ...]}.
+[[token, ...], ...], "before": [[action, argument ...], ...], "bypass": whether they ask to be left alone}, ...]}.
 
 All prompts of a round run at once, and then again, which the engine serves from its own prefix cache. Before each
 round its actions are taken (`tests/engines/faults.py`). After each round the engine's own prefix cache is emptied (with
-a tier, its cache in host memory too), which fails unless every page is free again. The process ends when all that was
-saved is stored. Answer: for each round {"outputs": [{"tokens", "cached", "first_token_s"}, ...], "again": [the same],
-"counts": {...}, "injected": faults that happened in it, "preemptions": since the engine began}.
+a tier, its cache in host memory too), which fails unless every page is free again (with a tier in the engine's process,
+every slot of that cache too). The process ends when all that was saved is stored. Answer: for each round {"outputs":
+[{"tokens", "cached", "first_token_s"}, ...], "again": [the same], "counts": {...}, "injected": faults that happened in
+it, "preemptions": since the engine began}.
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ class Driver:
         self._faults = Faults(self.llm, request["settings"])
         self._counts: dict[str, int] = {}
 
-    def round(self, prompts: list[list[int]], before: list[list[Any]]) -> dict[str, Any]:
+    def round(self, prompts: list[list[int]], before: list[list[Any]], bypass: bool) -> dict[str, Any]:
         for action, *arguments in before:
             self._faults.take(action, *arguments)
-        outputs = self.generate(prompts, self._new_tokens)
-        again = self.generate(prompts, self._new_tokens)
+        outputs = self.generate(prompts, self._new_tokens, bypass)
+        again = self.generate(prompts, self._new_tokens, bypass)
         self._settle()
+        assert self._slots_held() == 0, "some slots of the host cache are still held"
         assert self.llm.reset_prefix_cache(reset_connector=self._tier), "some pages are still held"
         counts = self._counted()
         new = {name: amount - self._counts.get(name, 0) for name, amount in counts.items()}
@@ -78,8 +80,9 @@ class Driver:
         return {"outputs": outputs, "again": again, "counts": {name: amount for name, amount in new.items() if amount},
                 "injected": self._faults.end(), "preemptions": self._preempted()}
 
-    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[dict[str, Any]]:
-        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    def generate(self, prompts: list[list[int]], new_tokens: int, bypass: bool = False) -> list[dict[str, Any]]:
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False,
+                                  extra_args={"kv_transfer_params": {"kvstore_bypass": True}} if bypass else None)
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return [
             {
@@ -89,6 +92,14 @@ class Driver:
             }
             for output in outputs
         ]
+
+    def _slots_held(self) -> int:
+        """Slots of a tier's host cache that a request or a transfer still holds; only seen in the engine's process."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        if not self._tier or core is None:
+            return 0
+        cache = core.scheduler.connector.scheduler.manager.primary_tier
+        return int(cache._num_allocated_chunks - len(cache._free_list) - cache._num_evictable_cache_chunks)
 
     def _preempted(self) -> int:
         """Since the engine began."""
@@ -117,7 +128,8 @@ class Driver:
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     driver = Driver(request)
-    answers = [driver.round(each["prompts"], each.get("before", [])) for each in request["rounds"]]
+    answers = [driver.round(each["prompts"], each.get("before", []), each.get("bypass", False))
+               for each in request["rounds"]]
     Path(sys.argv[2]).write_text(json.dumps(answers))
 
 

@@ -19,6 +19,9 @@ CAPACITY = "2GiB"
 IN_ONE_PROCESS = {"distributed_executor_backend": "uni"}
 """Scheduler and worker in the test's process, where faults can reach them; vLLM's default is three processes."""
 
+STEPS = {"max_num_batched_tokens": 256}
+"""A prompt of 1,000 tokens takes four steps."""
+
 
 @dataclass
 class Engine:

@@ -4,9 +4,10 @@ Actions: `kill_servers` n: SIGKILL to n server processes of the local set (two n
 every byte of the slabs of n nodes is turned over. `zero_page`: of every load the first page of each group is zeroed
 after it was filled. `zero_chunk`: the same with a tier, of every stretch that is loaded. `fail_block` n: every fetch
 that covers block n of a sequence delivers only what is before it. `evict` n: what is stored of block n and those
-behind it is dropped after the question and before the load. `abort` phase prompt: a request for this prompt is aborted
-in a phase of its life. Those that patch the connector end with the round and are counted: a test whose fault did not
-happen must fail.
+behind it is dropped after the question and before the load. `hang` verb: all servers stand still while the first
+question (`match`) or fetch (`get_into`) lasts. `abort` phase prompt: a request for this prompt is aborted in a phase of
+its life. Those that patch the connector end with the round and are counted: a test whose fault did not happen must
+fail.
 """
 
 from __future__ import annotations
@@ -58,14 +59,18 @@ class Faults:
         return injected
 
     def _kill_servers(self, count: int) -> None:
-        pids = {pid for node in self._nodes() if (pid := written_pid(SystemIo(), str(node))) is not None}
-        for pid in sorted(pid for pid in pids if not _ended(pid))[:count]:
+        for pid in self._servers()[:count]:
             os.kill(pid, signal.SIGKILL)
             assert eventually(partial(_ended, pid))
             self._injected += 1
 
     def _kill_all(self) -> None:
         self._kill_servers(len(self._nodes()))
+
+    def _servers(self) -> list[int]:
+        """Processes of the local set that are alive."""
+        pids = {pid for node in self._nodes() if (pid := written_pid(SystemIo(), str(node))) is not None}
+        return sorted(pid for pid in pids if not _ended(pid))
 
     def _nodes(self) -> list[Path]:
         return sorted((self._root / "nodes").iterdir())
@@ -129,6 +134,24 @@ class Faults:
             return fetch(store, chain, out, **more)
 
         self._patch(BlockingKVStore, "get_into", late)
+
+    def _hang(self, verb: str) -> None:
+        does = getattr(BlockingKVStore, verb)
+
+        def hangs(store: BlockingKVStore, *arguments: Any, **more: Any) -> Any:
+            if self._injected:
+                return does(store, *arguments, **more)
+            self._injected += 1
+            pids = self._servers()
+            try:
+                for pid in pids:
+                    os.kill(pid, signal.SIGSTOP)
+                return does(store, *arguments, **more)
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+
+        self._patch(BlockingKVStore, verb, hangs)
 
     def _abort(self, phase: str, prompt: list[int]) -> None:
         """A request for this prompt is aborted in the middle of a question, a load, a save, or a prompt that is being

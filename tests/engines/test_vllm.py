@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.localset import start, stop
-from tests.engines.enginerun import Engine, cached_of, model_at, says_something, some_tokens, tokens_of
+from tests.engines.enginerun import STEPS, Engine, cached_of, model_at, says_something, some_tokens, tokens_of
 from tests.support.cli import run
 
 pytestmark = [
@@ -21,9 +21,6 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.engines,
 ]
-
-STEPS = {"max_num_batched_tokens": 256}
-"""A prompt of 1,000 tokens takes four steps."""
 
 
 def test_llama_two_engines_share_one_local_store_and_a_third_goes_on_from_both(root: Path, models: Path) -> None:
@@ -82,6 +79,46 @@ def test_llama_with_a_store_that_is_full_saves_nothing_more_and_says_the_same(ro
     assert tokens_of(found) == tokens_of(saved)
     assert cached_of(not_found) == [0]
     assert tokens_of(not_found) == tokens_of(refused)
+
+
+def test_llama_asked_to_leave_it_alone_or_with_a_store_that_hangs_or_holds_other_pages_computes_the_same(
+    root: Path, models: Path
+) -> None:
+    model = model_at("llama", models)
+    prompt = some_tokens(1000, 61)
+    (cold,) = Engine(model, [{"prompts": [prompt]}], root).run("first")
+    assert says_something(tokens_of(cold)[0])
+
+    deadlines = {"match_deadline_ms": 3000, "get_deadline_ms": 3000}
+    left_alone, asked, fetched, found = Engine(model, [
+        {"prompts": [prompt], "bypass": True},
+        {"prompts": [prompt], "before": [["hang", "match"]]},
+        {"prompts": [prompt], "before": [["hang", "get_into"]]},
+        {"prompts": [prompt]},
+    ], root, settings=deadlines).run("second")
+    assert cached_of(left_alone) == [0]
+    # Each of the two times that a round runs its prompts.
+    assert left_alone["counts"]["bypassed_asked"] == 2
+    assert tokens_of(left_alone) == tokens_of(cold)
+    # Nobody answers a question by its deadline, or a load.
+    assert asked["injected"] == 1
+    assert cached_of(asked) == [0]
+    assert tokens_of(asked) == tokens_of(cold)
+    assert fetched["injected"] == 1
+    assert fetched["counts"]["lost_tokens"] == 896
+    assert fetched["counts"]["wasted_ms"] > 0
+    assert cached_of(fetched) == [0]
+    assert tokens_of(fetched) == tokens_of(cold)
+    assert cached_of(found) == [896]
+    assert tokens_of(found) == tokens_of(cold)
+
+    # Pages of other blocks are other names: nothing is found, and nothing wrong.
+    other, own = Engine(model, [{"prompts": [prompt]}, {"prompts": [prompt]}], root,
+                        engine={"block_size": 64}).run("third")
+    assert cached_of(other) == [0]
+    assert other["counts"]["save_blocks"] == 15
+    assert cached_of(own) == [960]
+    assert tokens_of(own) == tokens_of(other)
 
 
 def test_gpt_oss_every_failure_is_recomputed_to_the_same_tokens(root: Path, models: Path) -> None:

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     )
 
     from kvstore.connectors.vllm import KVStoreConnector
-    from kvstore.connectors.vllm.identity import group_of, unsupported
+    from kvstore.connectors.vllm.identity import fingerprint, group_of, parallel_of, unsupported
 
 import torch
 
@@ -81,6 +81,39 @@ def test_engines_that_could_be_told_wrong_bytes_are_left_alone(changes: dict[str
     found = unsupported(config(**changes), caches(FullAttentionSpec(**SIZES)))
     assert found is not None
     assert found.startswith(reason)
+
+
+FACTS: dict[str, Any] = {"prefix_caching_hash_algo": "sha256_cbor", "cache_dtype": "auto", "dtype": torch.bfloat16,
+                         "quantization": None, "layers": 3, "_name_or_path": "/models/a"}
+
+
+def named(**changes: Any) -> str:
+    facts = FACTS | changes
+    cache = SimpleNamespace(**{name: facts.pop(name) for name in ("prefix_caching_hash_algo", "cache_dtype")})
+    model = SimpleNamespace(**{name: facts.pop(name) for name in ("dtype", "quantization")})
+    model.hf_config = SimpleNamespace(to_dict=lambda: facts)
+    return fingerprint(SimpleNamespace(model_config=model, cache_config=cache))
+
+
+@pytest.mark.parametrize("changes", [
+    {"prefix_caching_hash_algo": "sha256"}, {"cache_dtype": "fp8"}, {"dtype": torch.float16}, {"quantization": "awq"},
+    {"layers": 4}, {"rope_theta": 1e6},
+])
+def test_an_engine_that_computes_other_bytes_has_another_name(changes: dict[str, Any]) -> None:
+    assert named(**changes) != named()
+
+
+def test_where_the_same_model_lies_is_not_in_its_name() -> None:
+    assert named(_name_or_path="/elsewhere/a") == named()
+
+
+def test_each_rank_of_each_stage_has_a_place_of_its_own() -> None:
+    ranks = [
+        parallel_of(SimpleNamespace(parallel_config=SimpleNamespace(
+            rank=rank, tensor_parallel_size=2, pipeline_parallel_size=3)))
+        for rank in range(6)
+    ]
+    assert ranks == [(0, 2, 0, 3), (1, 2, 0, 3), (0, 2, 1, 3), (1, 2, 1, 3), (0, 2, 2, 3), (1, 2, 2, 3)]
 
 
 def test_an_engine_that_ends_requests_when_a_load_fails_is_refused() -> None:

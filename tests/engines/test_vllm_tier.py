@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.enginerun import Engine, cached_of, model_at, says_something, some_tokens, tokens_of
+from tests.engines.enginerun import STEPS, Engine, cached_of, model_at, says_something, some_tokens, tokens_of
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -44,6 +44,9 @@ def test_llama_goes_on_from_the_tier_and_every_failure_is_recomputed_to_the_same
 
     assert cached_of(warm) == [896]
     assert warm["counts"]["hit_tokens"] == 896
+    assert warm["counts"]["loads"] == 1
+    assert warm["counts"]["load_bytes"] == cold_alone["counts"]["save_bytes"]
+    assert warm["counts"].get("saved_ms", 0) + warm["counts"].get("wasted_ms", 0) > 0
     assert tokens_of(warm) == tokens_of(cold_alone)
     # The negative control: with one chunk wrong the same comparison fails.
     assert cached_of(zeroed) == [896]
@@ -82,3 +85,71 @@ def test_gpt_oss_goes_on_from_the_tier_with_a_window(root: Path, models: Path) -
     assert cached_of(zeroed) == [896]
     assert zeroed["injected"] >= 2
     assert tokens_of(zeroed) != tokens_of(cold)
+
+
+def test_llama_two_engines_share_a_store_behind_their_tiers_and_no_phase_of_a_request_holds_a_slot(
+    root: Path, models: Path
+) -> None:
+    model = model_at("llama", models)
+    prompts = [some_tokens(1000, 1), some_tokens(1000, 2)]
+    both = [Engine(model, [{"prompts": [prompt]}], root, tier=True, several_processes=True, engine=STEPS)
+            .begin(f"e{number}") for number, prompt in enumerate(prompts)]
+    cold = [process.answer()[0] for process in both]
+    assert [cached_of(answer) for answer in cold] == [[0], [0]]
+    assert [answer["counts"]["save_blocks"] for answer in cold] == [7, 7]
+
+    # Chunks go by the host cache, which takes some more steps than saving pages does.
+    phases = {"match": prompts[1], "load": prompts[1], "compute": some_tokens(3500, 91), "save": some_tokens(3500, 92)}
+    *aborted, both_at_once, left_alone, evicted, mended = Engine(model, [
+        *({"prompts": [prompts[0]], "before": [["abort", phase, prompt]]} for phase, prompt in phases.items()),
+        {"prompts": prompts},
+        {"prompts": [prompts[0]], "bypass": True},
+        {"prompts": [prompts[0]], "before": [["evict", 5]]},
+        {"prompts": [prompts[0]]},
+    ], root, tier=True, engine=STEPS).run("third")
+
+    # After an abort in any phase every page and every slot is free again (the driver sees to that).
+    for answer in aborted:
+        assert answer["injected"] == 1
+        assert cached_of(answer) == [896]
+        assert tokens_of(answer) == tokens_of(cold[0])
+    assert cached_of(both_at_once) == [896, 896]
+    assert tokens_of(both_at_once) == [tokens_of(answer)[0] for answer in cold]
+    assert cached_of(left_alone) == [0]
+    assert left_alone["counts"]["bypassed_asked"] == 2
+    assert tokens_of(left_alone) == tokens_of(cold[0])
+    assert evicted["injected"] == 1
+    assert evicted["counts"]["load_failed_missing"] == 1
+    assert evicted["counts"]["lost_tokens"] == 2 * 128
+    assert cached_of(evicted) == [640]
+    assert tokens_of(evicted) == tokens_of(cold[0])
+    assert cached_of(mended) == [896]
+    assert tokens_of(mended) == tokens_of(cold[0])
+
+
+def test_llama_preempted_requests_load_from_the_tier_and_leave_no_page_behind(root: Path, models: Path) -> None:
+    model = model_at("llama", models)
+    prompts = [some_tokens(900, seed) for seed in (21, 22, 23)]
+    # 8 pages for each prompt fit, 11 for each answer do not.
+    cold, warm = Engine(model, [{"prompts": prompts}, {"prompts": prompts}], root, tier=True, new_tokens=400,
+                        engine={"num_gpu_blocks_override": 26, "max_model_len": 2048}).run("only")
+
+    assert 0 < cold["preemptions"] < warm["preemptions"]
+    assert warm["counts"]["loads"] >= 3
+    assert all(cached >= 896 for cached in cached_of(warm))
+    # What follows differs in last bits without any store too: a preempted answer is computed anew as a prompt.
+    assert [tokens[:16] for tokens in tokens_of(warm)] == [tokens[:16] for tokens in tokens_of(cold)]
+    assert {len(tokens) for tokens in tokens_of(warm)} == {400}
+
+
+def test_llama_on_two_ranks_has_the_parts_of_both_in_a_chunk(root: Path, models: Path) -> None:
+    model = model_at("llama", models)
+    prompt = some_tokens(1000, 31)
+    cold, warm = Engine(model, [{"prompts": [prompt]}, {"prompts": [prompt]}], root, tier=True, several_processes=True,
+                        engine={"tensor_parallel_size": 2}).run("only")
+
+    assert cold["counts"]["save_blocks"] == 7
+    assert warm["counts"]["loads"] == 1
+    assert warm["counts"]["load_bytes"] == cold["counts"]["save_bytes"]
+    assert cached_of(warm) == [896]
+    assert tokens_of(warm) == tokens_of(cold)
