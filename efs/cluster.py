@@ -109,7 +109,7 @@ def init_store(io: Io, root: str, capacity_bytes: int, *, node_paths: Sequence[s
     config = StoreConfig(cluster_id, capacity_bytes, chosen, plan.extent_bytes, written, tuple(node_ids), group)
     boot_id = machine_boot_id()
     try:
-        _make_directories(io, root)
+        make_directories(io, root)
         if node_paths is None:
             io.mkdir(os.path.join(root, NODES_DIRECTORY))
         for index, (path, node_id) in enumerate(zip(paths, node_ids, strict=True)):
@@ -147,15 +147,18 @@ def _require_empty(io: Io, path: str) -> None:
         raise OpenFailed(path, error) from error
 
 
-def _make_directories(io: Io, path: str) -> None:
-    """A directory and whatever is missing above it."""
+def make_directories(io: Io, path: str) -> None:
+    """A directory and whatever is missing above it. OpenFailed names the one that cannot be made."""
     missing = []
     path = os.path.abspath(path)
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
     for directory in reversed(missing):
-        io.mkdir(directory)
+        try:
+            io.mkdir(directory)
+        except OSError as error:
+            raise OpenFailed(directory, error) from error
 
 
 def device_warnings(devices: Sequence[int]) -> list[str]:
@@ -214,7 +217,9 @@ def read_store_config(io: Io, root: str) -> StoreConfig:
         raise OpenFailed(file, error) from error
     try:
         values = tomllib.loads(data.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise CorruptRecord(f"{file}: is no text") from error
+    except tomllib.TOMLDecodeError as error:
         raise CorruptRecord(f"{file}: {error}") from error
     version = values.get("format_version")
     if version != FORMAT_VERSION:

@@ -36,7 +36,6 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -133,7 +132,9 @@ def _read(io: Io, path: str) -> tuple[_File, ClusterConfig]:
         raise StoreNotFound(path, "there is no such file") from error
     except OSError as error:
         raise OpenFailed(path, error) from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise CorruptRecord(f"{path}: is no text") from error
+    except tomllib.TOMLDecodeError as error:
         raise CorruptRecord(f"{path}: {error}") from error
     if values.get("format_version") != FORMAT_VERSION:
         raise FormatUnsupported(path, values.get("format_version"), FORMAT_VERSION)
@@ -184,10 +185,11 @@ def require_spares(node_ids: Sequence[str], spare_ids: Sequence[str]) -> None:
 
 def require_drainable(draining: Collection[int]) -> None:
     """InvalidArgument for more nodes of a group than puts can go without."""
-    for group, count in Counter(number // STRIPE_SHARDS for number in draining).items():
-        if count > STRIPE_SHARDS - ACK_SHARDS:
-            raise InvalidArgument(f"{count} nodes of group {group} are to be drained, puts can go without "
-                                  f"{STRIPE_SHARDS - ACK_SHARDS}")
+    for group in sorted({number // STRIPE_SHARDS for number in draining}):
+        mine = sorted(number for number in draining if number // STRIPE_SHARDS == group)
+        if len(mine) > STRIPE_SHARDS - ACK_SHARDS:
+            raise InvalidArgument(f"nodes {', '.join(map(str, mine))} of group {group} are to be drained, puts can go "
+                                  f"without {STRIPE_SHARDS - ACK_SHARDS}")
 
 
 def write_cluster(io: Io, root: str, cluster_id: str, durability: Durability, node_ids: Sequence[str],

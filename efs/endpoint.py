@@ -28,6 +28,7 @@ from efs.limits import MIB, WIRE_BACKLOG, WIRE_KEEPALIVE_SECONDS
 from efs.osio import Io
 
 _TCP: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]/]+):([0-9]{1,5})")
+MOST_PORT: Final = 65_535
 _MOST_PATH_BYTES: Final = 107
 _SOCKET_BUFFER_BYTES: Final = 1 * MIB
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -56,8 +57,10 @@ def parse_endpoint(text: str, base: str = "") -> Endpoint:
             raise InvalidArgument(f"the socket path {path} is longer than {_MOST_PATH_BYTES} bytes")
         return Endpoint(path=path)
     match = _TCP.fullmatch(rest) if scheme == "tcp" else None
-    if match is None or int(match[2]) > 65_535:
+    if match is None:
         raise InvalidArgument(f"the address {text!r} must be unix:PATH or tcp:HOST:PORT")
+    if int(match[2]) > MOST_PORT:
+        raise InvalidArgument(f"the address {text!r} has the port {match[2]}, the last one is {MOST_PORT}")
     return Endpoint(host=match[1].strip("[]"), port=int(match[2]))
 
 

@@ -233,7 +233,9 @@ def read_identity(io: Io, path: str, name: str) -> Identity:
         raise OpenFailed(path if error.filename is None else error.filename, error) from error
     try:
         values = tomllib.loads(data.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise CorruptRecord(f"{file}: is no text") from error
+    except tomllib.TOMLDecodeError as error:
         raise CorruptRecord(f"{file}: {error}") from error
     version = values.get("format_version")
     if version != FORMAT_VERSION:

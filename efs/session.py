@@ -326,7 +326,7 @@ class Session:
             require_proof(proof, client_proof(token, hello, self._nonce), "the client")
         served = self._host.nodes.get(hello.node_id)
         if served is None:
-            raise IdentityMismatch("the server", "its nodes", ", ".join(sorted(self._host.nodes)), hello.node_id)
+            raise IdentityMismatch("the server", "what it serves", ", ".join(sorted(self._host.nodes)), hello.node_id)
         if served.cluster_id != hello.cluster_id:
             raise IdentityMismatch(f"node {hello.node_id}", "cluster id", served.cluster_id, hello.cluster_id)
         if isinstance(served, ServedSpare) and hello.node_index >= 0:

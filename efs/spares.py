@@ -21,7 +21,7 @@ from efs.errors import EfsError
 from efs.handshake import Role, Tokens
 from efs.limits import INFO_DEADLINE_MS, STRIPE_SHARDS, TAKE_PLACE_MS, WIRE_HANDSHAKE_MS
 from efs.link import Link, RemotePlace
-from efs.messages import decode_nothing, decode_spare_info, encode_place_given
+from efs.messages import decode_info, decode_nothing, decode_spare_info, encode_place_given
 from efs.metrics import CounterFile
 from efs.types import NO_PLACE, SpareInfo
 from efs.wire import Kind
@@ -37,7 +37,7 @@ class Standing(Enum):
 
 
 class NoSpare(EfsError):
-    """None of the spares of a cluster answers. Start the server of one, or add another."""
+    """None of the spares of a cluster answers and is large enough. Start the server of one, or add another."""
 
     retryable = True
 
@@ -71,21 +71,46 @@ async def standing(config: ClusterConfig, number: int, tokens: Tokens,
     return Standing.AWAY, None
 
 
-async def first_spare(config: ClusterConfig, tokens: Tokens,
+async def first_spare(config: ClusterConfig, number: int, tokens: Tokens,
                       clock: Clock) -> tuple[Spare, SpareInfo, list[tuple[Spare, str]]]:
-    """The first spare of the list that answers, and those before it that do not, with the reason. NoSpare names all
-    when none does."""
+    """The first spare of the list that answers and is good for a place, and those before it that are not, with the
+    reason. NoSpare names all when none is.
+
+    A group keeps what its smallest node has room for, so one that is smaller than all the others would have them evict
+    what they hold: it is passed over. Nodes that do not answer just now do not count."""
     asked = await asyncio.gather(*(ask_spare(config, spare, tokens, clock) for spare in config.spares),
                                  return_exceptions=True)
+    least = await _smallest_beside(config, number, tokens, clock)
     skipped: list[tuple[Spare, str]] = []
     for spare, answer in zip(config.spares, asked, strict=True):
         if isinstance(answer, SpareInfo):
-            return spare, answer, skipped
-        if not isinstance(answer, EfsError):
+            if answer.capacity_bytes >= least:
+                return spare, answer, skipped
+            skipped.append((spare, f"it has {answer.capacity_bytes} bytes, the other nodes {least} at least"))
+        elif isinstance(answer, EfsError):
+            skipped.append((spare, why_not(spare.endpoint, answer)))
+        else:
             raise answer
-        skipped.append((spare, why_not(spare.endpoint, answer)))
     named = "; ".join(f"{spare.node_id} at {spare.endpoint}: {why}" for spare, why in skipped)
-    raise NoSpare(f"none of the spares answers: {named}")
+    raise NoSpare(f"none of the spares can take the place: {named}")
+
+
+async def _smallest_beside(config: ClusterConfig, number: int, tokens: Tokens, clock: Clock) -> int:
+    """Capacity of the smallest node beside a place of its group, of those that answer; 0 when none does."""
+    first = number - number % STRIPE_SHARDS
+    others = [beside for beside in range(first, first + STRIPE_SHARDS) if beside != number]
+
+    async def capacity(beside: int) -> int | None:
+        place = RemotePlace(config.endpoints[beside], config.cluster_id, config.node_ids[beside],
+                            beside % STRIPE_SHARDS, Role.DATA, tokens)
+        with suppress(EfsError):
+            async with _linked(place, clock) as link:
+                soon = Deadline.after_ms(clock, INFO_DEADLINE_MS)
+                return (await link.ask(Kind.INFO, b"", soon, decode_info)).capacity_bytes
+        return None
+
+    found = await asyncio.gather(*map(capacity, others))
+    return min((size for size in found if size is not None), default=0)
 
 
 def why_not(endpoint: Endpoint, error: EfsError) -> str:

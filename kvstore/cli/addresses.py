@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from efs.endpoint import Endpoint, parse_endpoint
+from efs.endpoint import MOST_PORT, Endpoint, parse_endpoint
 from efs.limits import STRIPE_SHARDS
 from kvstore.cli.failures import UsageMistake
 
@@ -22,6 +22,8 @@ def listening(listen: str, root: str) -> list[str]:
         first = parse_endpoint(listen)
         if first.path is not None or first.port == 0:
             raise UsageMistake(f"--listen {listen}: must be unix, or tcp:HOST:PORT with the port of node 0")
+        if first.port + STRIPE_SHARDS - 1 > MOST_PORT:
+            raise UsageMistake(f"--listen {listen}: twelve ports from there on are needed, the last one is {MOST_PORT}")
         host = f"[{first.host}]" if ":" in first.host else first.host
         addresses = [f"tcp:{host}:{first.port + index}" for index in range(STRIPE_SHARDS)]
     for address in addresses:

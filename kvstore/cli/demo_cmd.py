@@ -3,6 +3,7 @@ loaded when the command runs: no other command needs it."""
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated
 
 import typer
@@ -46,6 +47,12 @@ def demo(
     terminal = terminal_of(context, as_json)
     url = store if store is not None else root_options(context).store
     place = None if url is None else cluster_of(url) or store_root(url)
+    signal.signal(signal.SIGTERM, _end)
     report = run(workdir=workdir, keep=keep, store=place, turns=turns, remark=terminal.remark)
     terminal.result(report.document(), lambda console: console.print(report.table()))
     return report.exit_code
+
+
+def _end(number: int, frame: object) -> None:
+    """End as after an error: the process that works just now ends too, and the temporary directory goes."""
+    raise SystemExit(128 + number)

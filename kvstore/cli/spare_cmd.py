@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from efs.clock import SystemClock
+from efs.cluster import make_directories
 from efs.clusterfile import ClusterConfig, Spare, add_spare, remove_spare
 from efs.endpoint import Endpoint
 from efs.errors import EfsError, InvalidArgument
@@ -130,6 +131,7 @@ def _plan(description: Description, settings: Config) -> NodePlan:
 
 def _make(io: Io, path: str, config: ClusterConfig, plan: NodePlan) -> str:
     node_id = f"{random.SystemRandom().getrandbits(128):032x}"
+    make_directories(io, os.path.dirname(path))
     return create_spare(io, path, config.cluster_id, node_id, plan, machine_boot_id()).node_id
 
 

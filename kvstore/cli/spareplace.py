@@ -1,4 +1,5 @@
-"""`kvstore cluster replace-node` with a spare: the first one that answers gets the place.
+"""`kvstore cluster replace-node` with a spare: the first one that answers and is no smaller than the nodes beside it
+gets the place.
 
 Four steps, each good to stop after; given again the command goes on with the next one:
 
@@ -86,7 +87,7 @@ def _placed(io: Io, description: Description, number: int) -> _Placed:
         raise InvalidArgument("the cluster has no spare: add one with `kvstore cluster add-spare`, or give --directory "
                               "and --address")
     _require_no_lease(description, number)
-    spare, info, skipped = run_alone(first_spare(config, tokens, clock))
+    spare, info, skipped = run_alone(first_spare(config, number, tokens, clock))
     changed = rewritten(description, lambda path, held: place_spare(io, path, held, number, spare.node_id),
                         lambda found: found.with_spare_placed(number, spare.node_id))
     return _Placed(changed, info, skipped, changed=True)

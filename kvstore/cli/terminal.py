@@ -28,7 +28,7 @@ class Terminal:
         self.as_json = as_json
         width = None if sys.stdout.isatty() else 160
         self._out = Console(file=sys.stdout, width=width, highlight=False, soft_wrap=width is not None)
-        self._err = Console(file=sys.stderr, highlight=False)
+        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=not sys.stderr.isatty())
 
     def result(self, document: Json, show: Callable[[Console], None]) -> None:
         """Print the JSON document, or let `show` print to the console."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,3 +64,28 @@ def test_too_many_turns_are_refused() -> None:
     done = demo("--turns", "7")
     assert done.returncode == 2
     assert "turns is 7" in done.stderr
+
+
+@pytest.mark.skipif(not INSTALLED, reason="the extra is not installed")
+def test_a_demo_that_is_told_to_end_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "from kvstore.cli import main; main()", "demo"]
+    process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not workers_of(process.pid) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    workers = workers_of(process.pid)
+    assert workers, "no worker was started"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in err) == (143, False)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert list(tmp_path.iterdir()) == []
+
+
+def workers_of(pid: int) -> list[int]:
+    """The children of a process."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []

@@ -325,7 +325,7 @@ async def test_a_replaced_node_is_filled_again_and_its_old_server_is_refused(
     assert await came_true(lambda: changes() == 1)
 
     old.start()
-    assert await came_true(lambda: "its nodes is" in str(_refusal(filesystem)), 40)
+    assert await came_true(lambda: "what it serves is" in str(_refusal(filesystem)), 40)
     assert filesystem.groups[0].health.readable() == list(range(11))
     another = await open_cluster(str(etcd.url), care="none")
     assert another.counters.get("nodes_degraded") == 1

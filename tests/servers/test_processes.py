@@ -134,11 +134,15 @@ def test_a_directory_that_is_no_node_and_one_named_twice_are_refused(made: Path,
     assert "named twice" in outcome.error_line
 
 
-@pytest.mark.parametrize("listen", ["tcp:127.0.0.1:0", "udp", "unix:x", "tcp:127.0.0.1:65530"])
-def test_a_cluster_that_cannot_be_listened_at_is_not_made(tmp_path: Path, listen: str) -> None:
+@pytest.mark.parametrize(("listen", "why"), [
+    ("tcp:127.0.0.1:0", "with the port of node 0"), ("udp", "must be unix:PATH or tcp:HOST:PORT"),
+    ("unix:x", "must be unix, or tcp:HOST:PORT"), ("tcp:127.0.0.1:70000", "the last one is 65535"),
+    ("tcp:127.0.0.1:65530", "--listen tcp:127.0.0.1:65530: twelve ports from there on are needed"),
+])
+def test_a_cluster_that_cannot_be_listened_at_is_not_made(tmp_path: Path, listen: str, why: str) -> None:
     outcome = run("cluster", "init", str(tmp_path / "c"), "--capacity", CAPACITY, "--listen", listen)
     assert outcome.code == 2
-    assert outcome.error_line
+    assert why in outcome.error_line
     assert not (tmp_path / "c").exists()
 
 

@@ -311,7 +311,7 @@ async def test_a_node_that_is_another_is_refused() -> None:
     async with served_memory() as served:
         place = served.place()
         for wrong, field in ((replace(place, cluster_id="e" * 32), "cluster id is"),
-                             (replace(place, node_id="e" * 32), "its nodes is"),
+                             (replace(place, node_id="e" * 32), "what it serves is"),
                              (replace(place, node_index=6), "index is")):
             with pytest.raises(HandshakeFailed, match=field):
                 await served.connect_to(wrong)

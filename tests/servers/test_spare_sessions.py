@@ -256,15 +256,15 @@ async def test_the_first_spare_that_answers_is_taken_and_the_others_are_named() 
         absent = Spare("a" * 32, Endpoint(path=f"{served.path}-absent"))
         another = Spare("b" * 32, served.endpoint)
         config = replace(served.config(None), spares=(absent, another, good))
-        spare, info, skipped = await first_spare(config, served.tokens, CLOCK)
+        spare, info, skipped = await first_spare(config, 0, served.tokens, CLOCK)
         assert (spare, info.directory) == (good, served.path)
         assert skipped == [
             (absent, "No such file or directory"),
-            (another, f"the server: its nodes is {NODE}, expected {'b' * 32}")]
+            (another, f"the server: what it serves is {NODE}, expected {'b' * 32}")]
         for number, wrong in enumerate((replace(config, spares=(absent, another)),
                                         replace(config, durability="power"),
                                         replace(config, cluster_id="e" * 32))):
-            with pytest.raises(NoSpare, match="none of the spares answers: a") as caught:
-                await first_spare(wrong, served.tokens, CLOCK)
+            with pytest.raises(NoSpare, match="none of the spares can take the place: a") as caught:
+                await first_spare(wrong, 0, served.tokens, CLOCK)
             assert ("durability is process, expected power" in str(caught.value)) == (number == 1)
             assert (caught.value.exit_code, "\n" in str(caught.value)) == (8, False)

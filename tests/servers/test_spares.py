@@ -137,7 +137,8 @@ async def test_a_spare_that_does_not_answer_is_skipped_and_named(cluster: Served
             spare.server.kill()
         gone = await replaced(cluster.file, 11)
         assert gone.code == 8
-        assert gone.error_line.startswith(f"none of the spares answers: {first.node_id} at {first.address}: ")
+        why = f"none of the spares can take the place: {first.node_id} at {first.address}: "
+        assert gone.error_line.startswith(why)
         assert second.node_id in gone.error_line
         before = read_cluster(IO, cluster.file)
         assert len(before.spares) == 2
@@ -155,6 +156,24 @@ async def test_a_spare_that_does_not_answer_is_skipped_and_named(cluster: Served
         assert [spare.node_id for spare in left.spares] == [first.node_id]
         async with opened(cluster.file):
             pass
+
+
+async def test_a_spare_to_which_the_group_would_shrink_is_skipped_and_named(cluster: ServedCluster) -> None:
+    half = (SIZES[0], str(int(SIZES[1]) // 2), *SIZES[2:])
+    small = AddedSpare(cluster.file, cluster.root.parent, "small", sizes=half)
+    small.server.start()
+    try:
+        cluster.of(11).kill()
+        refused = await replaced(cluster.file, 11)
+        assert refused.code == 8
+        smallest = f"{small.address}: it has {int(half[1]) // 12} bytes, the other nodes {int(SIZES[1]) // 12} at least"
+        assert refused.error_line.endswith(smallest)
+        with spares(cluster, cluster.file, "whole") as (whole,):
+            done = (await replaced(cluster.file, 11)).document()
+            assert (done["node_id"], done["told"]) == (whole.node_id, True)
+            assert [row["node_id"] for row in done["skipped"]] == [small.node_id]
+    finally:
+        small.server.kill()
 
 
 async def test_a_replacement_that_was_interrupted_leaves_a_map_to_read_by_and_goes_on(cluster: ServedCluster) -> None:

@@ -122,6 +122,11 @@ def test_an_address_that_is_none_is_refused(text: str) -> None:
         parse_endpoint(text)
 
 
+def test_a_port_that_there_is_not_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="has the port 65536, the last one is 65535"):
+        parse_endpoint("tcp:host:65536")
+
+
 def test_a_socket_path_begins_where_its_file_is() -> None:
     assert str(parse_endpoint("unix:sockets/03", "/var/lib/kv")) == "unix:/var/lib/kv/sockets/03"
     assert parse_endpoint("unix:/run/kv", "/var/lib/kv").path == "/run/kv"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,16 +25,17 @@ SIZES = ("--capacity", str(STRIPE_SHARDS * NODE_CAPACITY_BYTES), "--extent-bytes
 class AddedSpare:
     """A spare that a command has listed, and its server."""
 
-    def __init__(self, where: str, base: Path, name: str, *more: str) -> None:
+    def __init__(self, where: str, base: Path, name: str, *more: str, sizes: Sequence[str] = SIZES) -> None:
         """Make and list it; its server does not run yet."""
-        self.path, self.address = str(base / name), f"unix:{base}/{name}.s"
+        self.path, self.address = str(base / "spares" / name), f"unix:{base}/{name}.s"
         self.where = where
+        self.sizes = sizes
         self.node_id: str = self.list().document()["node_id"]
         self.server = ServerProcess([self.path], self.address, *more)
 
     def list(self) -> Outcome:
         return run_process("--json", "cluster", "add-spare", self.where, "--directory", self.path, "--address",
-                           self.address, *SIZES)
+                           self.address, *self.sizes)
 
 
 @contextmanager
