@@ -76,9 +76,10 @@ TABLE_CACHE_BYTES: Final = 32 * MIB
 """Extent tables kept in memory, a node: 28 extents of V4.1 shards, 1.8 GB a node, 21 GB a store."""
 STAGING_PIECE_BYTES: Final = 64 * MIB
 """Most private staging that one put holds for one piece of its blocks."""
-PUT_PIECE_BYTES: Final = 24 * MIB
-"""Payload encoded at a time, so that hashing, encoding and writing overlap. Each piece costs every node a batch, so
-smaller ones cost more than they overlap (measured); two of these take 60 MiB of staging."""
+PUT_PIECE_BYTES: Final = 48 * MIB
+"""Payload encoded at a time, so that hashing, encoding and writing overlap. Each piece costs every node a batch, about
+1 ms of the loop's thread whatever is in it, so smaller ones cost more than they overlap (measured); two of these take
+120 MiB of staging."""
 PUT_BUDGET_BYTES: Final = 256 * MIB
 """Caller bytes admitted to writing at once; further puts wait for their turn within their deadline."""
 PUT_SLICE_BYTES: Final = 2 * MIB
@@ -88,8 +89,8 @@ PUT_CHUNK_BYTES: Final = 2 * MIB
 PUT_LANE_PIECES: Final = 2
 """Pieces that one put has under way to one node: one being written, one waiting."""
 WRITE_STAGING_BYTES: Final = 128 * MIB
-"""Staging of all puts together: one piece of the largest block (12 × 7 MiB) or four ordinary pieces."""
-WRITE_STAGING_KEPT_BYTES: Final = 60 * MIB
+"""Staging of all puts together: one piece of the largest block (12 × 7 MiB) or two ordinary pieces."""
+WRITE_STAGING_KEPT_BYTES: Final = 120 * MIB
 """Staging kept for the next put, two ordinary pieces: memory that was touched before is written six times faster."""
 ABANDONED_BYTES_PER_NODE: Final = 16 * MIB
 """Staging that writes to a hung node may still hold after their puts returned; beyond it the node gets no writes."""
