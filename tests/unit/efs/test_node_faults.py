@@ -247,7 +247,7 @@ async def test_an_idle_node_tells_its_disk_what_a_failed_put_left_behind(
     box.io.fail("index_commit", errno.EIO, times=None)
     with pytest.raises(NodeUnavailable):
         await node.put(make_records(10, NODE_INDEX, seed=2).batch(), box.soon())
-    assert node._state.owes
+    assert await came_true(lambda: node._state.owes), "also between two attempts to pay"
     failed = box.io.names().count("index_commit")
     assert await came_true(lambda: box.io.names().count("index_commit") > failed), "it tries again while the disk fails"
     box.io.clear()

@@ -108,9 +108,10 @@ def test_pieces_are_cut_where_runs_end() -> None:
     assert sorted(np.concatenate([part.blocks for part in parts]).tolist()) == list(range(len(run)))
 
 
-async def test_blocks_larger_than_a_piece_go_one_by_one() -> None:
+async def test_blocks_larger_than_a_piece_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PUT_PIECE_BYTES", 1 << 20)
     bench = make_bench()
-    blocks = make_blocks(2, shape=BlockShape(20 << 20, (20 << 20,)))
+    blocks = make_blocks(2, shape=BlockShape(2 << 20, (2 << 20,)))
     assert await bench.put(blocks) == PutReport(2, 0, 0, 0)
     assert [len(batch.keys) for batch in bench.nodes[5].batches] == [1, 1]
     assert_readable(bench, blocks)
