@@ -170,13 +170,17 @@ def test_smollm2_answers_the_same_from_a_store_that_lost_and_forged_nodes(root: 
         {"prompts": [prompt]},
     ], root, settings={"min_tokens": 128}).run("second")
 
+    # On some CPUs an answer behind cached pages differs in last bits from one without: what is loaded is compared with
+    # the engine's own prefix cache, what is computed anew with what was.
+    assert [output["cached"] for output in cold["again"]] == [896]
+    from_cache = [output["tokens"] for output in cold["again"]]
     assert corrupt_one["injected"] == 1
     assert cached_of(corrupt_one) == [896]
-    assert tokens_of(corrupt_one) == tokens_of(cold)
+    assert tokens_of(corrupt_one) == from_cache
     assert corrupt_three["injected"] == 4
     assert cached_of(corrupt_three) == [0]
     assert tokens_of(corrupt_three) == tokens_of(cold)
-    assert tokens_of(mended) == tokens_of(cold)
+    assert tokens_of(mended) == (from_cache if cached_of(mended) == [896] else tokens_of(cold))
 
 
 def test_deepseek_goes_on_from_compressed_pages_of_sixteen_tokens(root: Path, models: Path) -> None:
