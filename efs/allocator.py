@@ -333,6 +333,8 @@ class Allocator:
                 counted[tag] = counted.get(tag, 0) + count * int(self._slot_bytes[extent])
         if counted != self._tag_bytes:
             raise CorruptRecord("bytes by tenant tag disagree with slot states")
+        if self.use() != tuple(self._use_of(slot_class) for slot_class in self.classes()):
+            raise CorruptRecord("the use of space that is remembered disagrees with slot counters")
 
     # -- Inside
 
