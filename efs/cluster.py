@@ -35,7 +35,6 @@ import errno
 import json
 import os
 import random
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -52,7 +51,7 @@ from efs.errors import (
     StoreNotFound,
 )
 from efs.limits import FORMAT_VERSION, STRIPE_SHARDS
-from efs.nodedir import NODE_FILE, NodePlace, create_directory, machine_boot_id, plan_node, read_config
+from efs.nodedir import NODE_FILE, NodePlace, create_directory, machine_boot_id, parse_toml, plan_node, read_config
 from efs.osio import Io, read_file, replace_file, sync_directory
 
 STORE_FILE: Final = "store.toml"
@@ -215,12 +214,7 @@ def read_store_config(io: Io, root: str) -> StoreConfig:
         raise StoreNotFound(root, why) from error
     except OSError as error:
         raise OpenFailed(file, error) from error
-    try:
-        values = tomllib.loads(data.decode())
-    except UnicodeDecodeError as error:
-        raise CorruptRecord(f"{file}: is no text") from error
-    except tomllib.TOMLDecodeError as error:
-        raise CorruptRecord(f"{file}: {error}") from error
+    values = parse_toml(file, data)
     version = values.get("format_version")
     if version != FORMAT_VERSION:
         raise FormatUnsupported(file, version, FORMAT_VERSION)

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ from efs.cluster import DURABILITIES, MOST_FILE_BYTES, Durability
 from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import CorruptRecord, FormatUnsupported, InvalidArgument, OpenFailed, StoreNotFound
 from efs.limits import ACK_SHARDS, FORMAT_VERSION, GROUP_RETENTION_SECONDS, MAX_CLUSTER_SPARES, STRIPE_SHARDS
-from efs.nodedir import ID_HEX_DIGITS
+from efs.nodedir import ID_HEX_DIGITS, parse_toml
 from efs.osio import Io, read_file, replace_file
 from efs.ownership import Ownership
 
@@ -127,15 +126,12 @@ def read_cluster(io: Io, path: str) -> ClusterConfig:
 
 def _read(io: Io, path: str) -> tuple[_File, ClusterConfig]:
     try:
-        values = tomllib.loads(read_file(io, path, MOST_FILE_BYTES).decode())
+        data = read_file(io, path, MOST_FILE_BYTES)
     except FileNotFoundError as error:
         raise StoreNotFound(path, "there is no such file") from error
     except OSError as error:
         raise OpenFailed(path, error) from error
-    except UnicodeDecodeError as error:
-        raise CorruptRecord(f"{path}: is no text") from error
-    except tomllib.TOMLDecodeError as error:
-        raise CorruptRecord(f"{path}: {error}") from error
+    values = parse_toml(path, data)
     if values.get("format_version") != FORMAT_VERSION:
         raise FormatUnsupported(path, values.get("format_version"), FORMAT_VERSION)
     try:

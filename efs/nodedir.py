@@ -41,7 +41,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from efs.checksum import xxh3_64
 from efs.errors import (
@@ -212,6 +212,16 @@ def prepare_directory(io: Io, path: str, node_id: str, plan: NodePlan, boot_id: 
         raise OpenFailed(path, error) from error
 
 
+def parse_toml(file: str, data: bytes) -> dict[str, Any]:
+    """The tables of a TOML file that was read; CorruptRecord names it."""
+    try:
+        return tomllib.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise CorruptRecord(f"{file}: is no text") from error
+    except tomllib.TOMLDecodeError as error:
+        raise CorruptRecord(f"{file}: {error}") from error
+
+
 def read_config(io: Io, path: str) -> NodeConfig:
     """Identity and sizes of a node. OpenFailed names what cannot be opened, FormatUnsupported another format version,
     CorruptRecord what is wrong in node.toml."""
@@ -231,12 +241,7 @@ def read_identity(io: Io, path: str, name: str) -> Identity:
         data = read_file(io, file, MOST_FILE_BYTES)
     except OSError as error:
         raise OpenFailed(path if error.filename is None else error.filename, error) from error
-    try:
-        values = tomllib.loads(data.decode())
-    except UnicodeDecodeError as error:
-        raise CorruptRecord(f"{file}: is no text") from error
-    except tomllib.TOMLDecodeError as error:
-        raise CorruptRecord(f"{file}: {error}") from error
+    values = parse_toml(file, data)
     version = values.get("format_version")
     if version != FORMAT_VERSION:
         raise FormatUnsupported(file, version, FORMAT_VERSION)

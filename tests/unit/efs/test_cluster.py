@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from efs.cluster import (
     read_store_config,
     tolerable,
 )
+from efs.clusterfile import read_cluster
 from efs.errors import (
     CorruptRecord,
     FormatUnsupported,
@@ -242,3 +243,12 @@ def test_a_store_opens_without_a_damaged_node_but_not_over_its_own_faults() -> N
     assert not tolerable(Locked("/disk/3", 17))
     assert not tolerable(IdentityMismatch("/disk/3", "node index", 4, 3))
     assert not tolerable(FormatUnsupported("/disk/3", 2, 1))
+
+
+@pytest.mark.parametrize("read", [read_store_config, read_config,
+                                  lambda io, root: read_cluster(io, f"{root}/cluster.toml")])
+def test_a_description_that_is_no_text_is_named(tmp_path: Path, read: Callable[[SystemIo, str], object]) -> None:
+    for name in ("store.toml", "node.toml", "cluster.toml"):
+        (tmp_path / name).write_bytes(b"\xc2\x00")
+    with pytest.raises(CorruptRecord, match=r"\.toml: is no text$"):
+        read(SystemIo(), str(tmp_path))
