@@ -94,7 +94,7 @@ $(VLLM_SET_UP):
 	@touch $@
 
 test-engines: $(VLLM_SET_UP)
-	KVSTORE_TEST_ENGINE_BUDGET_S=$(ENGINE_BUDGET_S) $(VLLM_VENV)/bin/python -m pytest tests/engines
+	ENGINE_TESTS_BUDGET_S=$(ENGINE_BUDGET_S) $(VLLM_VENV)/bin/python -m pytest tests/engines
 
 vllm-demo: $(VLLM_SET_UP)
 	$(VLLM_VENV)/bin/python tools/vllm_demo.py

@@ -17,7 +17,7 @@ import pytest
 from kvstore.localset import stop
 from tests.support.servers import short_directory
 
-BUDGET: Final = "KVSTORE_TEST_ENGINE_BUDGET_S"
+BUDGET: Final = "ENGINE_TESTS_BUDGET_S"
 ONE_TEST_S: Final = 420
 """A test of two or three engines on two busy cores."""
 BEGUN: Final = time.monotonic()

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.cli import ROOT
+from kvstore.localset import start, stop
+from tests.support.cli import ROOT, run
 
 PROCESS_DEADLINE_S = 600
 CAPACITY = "2GiB"
@@ -78,6 +79,15 @@ class Process:
         assert code == 0, self._place.with_suffix(".log").read_text(errors="replace")[-6000:]
         answer: list[dict[str, Any]] = json.loads(self._place.with_suffix(".answer").read_text())
         return answer
+
+
+def make_store_with_quota(root: Path, tenant: str, quota: str) -> None:
+    """The store that the engines of a test find, with a tenant that may hold so much."""
+    store = str(root / "kv")
+    start(store, 2 << 30)
+    stop(store)
+    for words in (["add", tenant], ["quota", tenant, quota]):
+        assert run("tenant", *words, store=store).code == 0
 
 
 def model_at(name: str, models: Path) -> Path:

@@ -5,9 +5,9 @@ every byte of the slabs of n nodes is turned over. `zero_page`: of every load th
 after it was filled. `zero_chunk`: the same with a tier, of every stretch that is loaded. `fail_block` n: every fetch
 that covers block n of a sequence delivers only what is before it. `evict` n: what is stored of block n and those
 behind it is dropped after the question and before the load. `hang` verb: all servers stand still while the first
-question (`match`) or fetch (`get_into`) lasts. `abort` phase prompt: a request for this prompt is aborted in a phase of
-its life. Those that patch the connector end with the round and are counted: a test whose fault did not happen must
-fail.
+question (`match`) or fetch (`get_into`) lasts; what follows finds all nodes serving again. `abort` phase prompt: a
+request for this prompt is aborted in a phase of its life. Those that patch the connector end with the round and are
+counted: a test whose fault did not happen must fail.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ class Faults:
             finally:
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
+                assert eventually(lambda: all(node.state == "serving" for node in store.nodes()))
 
         self._patch(BlockingKVStore, verb, hangs)
 

@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.localset import start, stop
-from tests.engines.enginerun import STEPS, Engine, cached_of, model_at, says_something, some_tokens, tokens_of
-from tests.support.cli import run
+from tests.engines.enginerun import (
+    STEPS,
+    Engine,
+    cached_of,
+    make_store_with_quota,
+    model_at,
+    says_something,
+    some_tokens,
+    tokens_of,
+)
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -62,11 +69,7 @@ def test_llama_two_engines_share_one_local_store_and_a_third_goes_on_from_both(r
 def test_llama_with_a_store_that_is_full_saves_nothing_more_and_says_the_same(root: Path, models: Path) -> None:
     model = model_at("llama", models)
     short, long = some_tokens(450, 51), some_tokens(1000, 52)
-    store = str(root / "kv")
-    start(store, 2 << 30)
-    stop(store)
-    for words in (["add", "acme"], ["quota", "acme", "500KB"]):
-        assert run("tenant", *words, store=store).code == 0
+    make_store_with_quota(root, "acme", "500KB")
     saved, refused, found, not_found = Engine(model, [
         {"prompts": [short]}, {"prompts": [long]}, {"prompts": [short]}, {"prompts": [long]},
     ], root, settings={"tenant": "acme"}).run("only")
@@ -111,6 +114,12 @@ def test_llama_asked_to_leave_it_alone_or_with_a_store_that_hangs_or_holds_other
     assert tokens_of(fetched) == tokens_of(cold)
     assert cached_of(found) == [896]
     assert tokens_of(found) == tokens_of(cold)
+
+    # The kill-switch: nothing is asked and nothing saved.
+    (switched_off,) = Engine(model, [{"prompts": [prompt]}], root, settings={"bypass": True}).run("off")
+    assert cached_of(switched_off) == [0]
+    assert tokens_of(switched_off) == tokens_of(cold)
+    assert switched_off["counts"] == {}
 
     # Pages of other blocks are other names: nothing is found, and nothing wrong.
     other, own = Engine(model, [{"prompts": [prompt]}, {"prompts": [prompt]}], root,

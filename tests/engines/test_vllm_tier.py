@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.enginerun import STEPS, Engine, cached_of, model_at, says_something, some_tokens, tokens_of
+from tests.engines.enginerun import (
+    STEPS,
+    Engine,
+    cached_of,
+    make_store_with_quota,
+    model_at,
+    says_something,
+    some_tokens,
+    tokens_of,
+)
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -125,6 +134,60 @@ def test_llama_two_engines_share_a_store_behind_their_tiers_and_no_phase_of_a_re
     assert tokens_of(evicted) == tokens_of(cold[0])
     assert cached_of(mended) == [896]
     assert tokens_of(mended) == tokens_of(cold[0])
+
+
+def test_llama_behind_a_tier_a_store_that_hangs_rots_or_is_switched_off_changes_no_token(
+    root: Path, models: Path
+) -> None:
+    model = model_at("llama", models)
+    prompt = some_tokens(1000, 61)
+    (cold,) = Engine(model, [{"prompts": [prompt]}], root, tier=True).run("first")
+    assert says_something(tokens_of(cold)[0])
+
+    deadlines = {"match_deadline_ms": 3000, "get_deadline_ms": 3000}
+    asked, fetched, found, rebuilt, lost = Engine(model, [
+        {"prompts": [prompt], "before": [["hang", "match"]]},
+        {"prompts": [prompt], "before": [["hang", "get_into"]]},
+        {"prompts": [prompt]},
+        {"prompts": [prompt], "before": [["corrupt", 2]]},
+        # Whether the first two are mended by now or turned over once more, three others are not what they were.
+        {"prompts": [prompt], "before": [["corrupt", 5]]},
+    ], root, tier=True, settings=deadlines).run("second")
+    for answer in (asked, fetched, found, rebuilt, lost):
+        assert tokens_of(answer) == tokens_of(cold)
+    # Nobody answers a question by its deadline, or a load.
+    assert asked["injected"] == 1
+    assert cached_of(asked) == [0]
+    assert fetched["injected"] == 1
+    assert fetched["counts"]["lost_tokens"] == 896
+    assert cached_of(fetched) == [0]
+    assert cached_of(found) == [896]
+    assert rebuilt["injected"] == 2
+    assert cached_of(rebuilt) == [896]
+    assert lost["injected"] == 5
+    assert cached_of(lost) == [0]
+
+    (switched_off,) = Engine(model, [{"prompts": [prompt]}], root, tier=True, settings={"bypass": True}).run("off")
+    assert cached_of(switched_off) == [0]
+    assert tokens_of(switched_off) == tokens_of(cold)
+    assert switched_off["counts"] == {}
+
+
+def test_llama_behind_a_tier_a_store_that_is_full_saves_nothing_more(root: Path, models: Path) -> None:
+    model = model_at("llama", models)
+    short, long = some_tokens(450, 51), some_tokens(1000, 52)
+    make_store_with_quota(root, "acme", "500KB")
+    saved, refused, found, not_found = Engine(model, [
+        {"prompts": [short]}, {"prompts": [long]}, {"prompts": [short]}, {"prompts": [long]},
+    ], root, tier=True, settings={"tenant": "acme"}).run("only")
+
+    assert saved["counts"]["save_blocks"] == 3
+    assert refused["counts"]["save_failed_blocks"] >= 7
+    assert refused["counts"].get("save_blocks", 0) == 0
+    assert cached_of(found) == [384]
+    assert tokens_of(found) == tokens_of(saved)
+    assert cached_of(not_found) == [0]
+    assert tokens_of(not_found) == tokens_of(refused)
 
 
 def test_llama_preempted_requests_load_from_the_tier_and_leave_no_page_behind(root: Path, models: Path) -> None:
