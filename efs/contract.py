@@ -96,6 +96,40 @@ class Landing:
     revoked: bool = False
 
 
+class GetSink(Protocol):
+    """What a `Node.get` is to bring, and where to. Called on the loop's thread while the get is awaited."""
+
+    @property
+    def stretches(self) -> Sequence[tuple[int, int]]:
+        """[start, stop) of neighbouring keys whose shards are wanted, in the order of their use; no key twice."""
+        ...
+
+    @property
+    def shard_bytes(self) -> int: ...
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    @property
+    def segments(self) -> int:
+        """Of the headers that are wanted with the table; 0: none."""
+        ...
+
+    def table_came(self, table: NodeTable, headers: NDArray[np.uint8] | None) -> None:
+        """The node's table, once and first. headers: (n, H(segments)) of the versions in its arrays, rows of zeros as
+        of `Node.headers` and where nothing is held; None where the node does not give them with a table."""
+        ...
+
+    def places(self) -> Sequence[tuple[Span, Landing]]:
+        """After the table, by a node that goes on with shards: where they go, cut and ordered as `efs.early.cuts` says
+        of the locations in its table."""
+        ...
+
+    def landed(self, index: int) -> None:
+        """As of `Node.read`, for the places."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PutBatch:
     """n records for one node. `payload` is private to the call until it is done, also when its caller gave up.
@@ -139,6 +173,12 @@ class Node(Protocol):
 
     async def look_up(self, keys: Sequence[bytes], deadline: Deadline) -> NodeTable:
         """The table of the keys."""
+        ...
+
+    async def get(self, keys: Sequence[bytes], sink: GetSink, deadline: Deadline) -> None:
+        """Give the table of the keys to the sink. A node for which another question costs a round trip goes on with the
+        wanted headers and shards, as `read` does with the places that the sink then names; others stop there. What did
+        not land when it ends, in whatever way, is to be read as if it had not been asked for."""
         ...
 
     async def headers(self, locations: NDArray[np.int64], generations: NDArray[np.uint64], segments: int,

@@ -4,6 +4,7 @@ Order of a call, all on the loop's thread:
 
 1. Tables of all nodes; each block becomes pinned or a miss (`efs.pinning`). One table of each pinned block gives its
    header, and with it the segment hashes; a header was checked by its node, and its digest must be the pinned one.
+   A node that does not answer from memory may send headers and shards right behind its table (`efs.early`).
 2. First pass, segment by segment and unit by unit (`efs.unitread`): what memory and page cache can answer is copied to
    its place and verified while it is in the core's cache. What cannot is queued for the nodes' threads. A unit that
    misses a data shard of the segment is fetched whole and rebuilt at once.
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 from efs.clock import Deadline, stamp_of
 from efs.contract import ABSENT, Node, NodeTable
+from efs.early import EarlyShards, EarlySink
 from efs.errors import EfsError
 from efs.examine import examine
 from efs.hedge import Shard, Unit
@@ -68,9 +70,15 @@ class Fetch:
             rotation[start:stop] = rotation_of(group)
         self._pins = Pins(rotation)
         self._tables: list[NodeTable | None] = [None] * STRIPE_SHARDS
-        self._table_tasks: set[asyncio.Task[None]] = set()
+        self._table_tasks: dict[int, asyncio.Task[None]] = {}
         self._event = asyncio.Event()
         self._tally = Tally(np.zeros(len(keys), np.bool_))
+        first = self._runs[0][2] if self._runs else 0
+        turns = [(first + turn) % STRIPE_SHARDS for turn in range(STRIPE_SHARDS)]
+        self._header_nodes = [node_index for node_index in turns if context.nodes[node_index] is not None]
+        """In the order in which they are asked for headers."""
+        self._early = EarlyShards(self._runs, self._target, context.scratch, self._add_table)
+        self._sinks: dict[int, EarlySink] = {}
         self._reads: UnitReads | None = None
         self._fired = 0
         self._started = self._breathed = context.clock.monotonic()
@@ -87,6 +95,7 @@ class Fetch:
         self._reads = reads
         reads.dead[:] = ~headed
         units = reads.cut(self._stretches(headed))
+        self._early.hand_over(reads, units)
         for segment in range(segments):
             for unit in units:
                 reads.ensure(unit, segment)
@@ -119,7 +128,9 @@ class Fetch:
             if table is not None:
                 self._add_table(node_index, table)
             else:
-                self._table_tasks.add(asyncio.ensure_future(self._await_table(node_index, node)))
+                wants_headers = node_index == self._header_nodes[0]
+                self._sinks[node_index] = self._early.sink(node_index, wants_headers=wants_headers)
+                self._table_tasks[node_index] = asyncio.ensure_future(self._get(node_index, node))
         self._pins.resolve()
         settled_at: float | None = None
         while not self._deadline.passed():
@@ -139,6 +150,8 @@ class Fetch:
             await self._wait(self._event, left)
             self._pins.resolve()
         self._pins.missed |= ~self._pins.pinned
+        for node_index in self._pins.outstanding_nodes & self._table_tasks.keys():
+            self._table_tasks[node_index].cancel()
 
     def _enough_tables(self, now: float) -> bool:
         """Whether nobody worth waiting for is outstanding: only slow nodes, the one that holds no data shard of any
@@ -156,18 +169,22 @@ class Fetch:
         """Whether the node's shard of some run is a data shard."""
         return any(shard_of_node(node_index, rotation_of(group)) < DATA_SHARDS for _, _, group in self._runs)
 
-    async def _await_table(self, node_index: int, node: Node) -> None:
+    async def _get(self, node_index: int, node: Node) -> None:
+        sink = self._sinks[node_index]
         try:
-            self._add_table(node_index, await node.look_up(self._keys, self._deadline))
+            await node.get(self._keys, sink, self._deadline)
         except EfsError:
-            self._pins.fail(node_index)
+            if not sink.answered:
+                self._pins.fail(node_index)
+                self._event.set()
         finally:
-            self._event.set()
+            sink.ended()
 
     def _add_table(self, node_index: int, table: NodeTable) -> None:
         if self._reads is None:
             self._tables[node_index] = table
             self._pins.add(node_index, table)
+            self._event.set()
 
     async def _fetch_headers(self, expected: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Fill the segment hashes of each pinned block; returns (n,) bool, blocks whose header was found.
@@ -176,9 +193,8 @@ class Fetch:
         call waiting for INITIAL_LAG_GRACE_MS is asked no less, but the next one too."""
         headed = np.zeros(len(self._keys), np.bool_)
         asked: dict[asyncio.Task[NDArray[np.uint8]], NDArray[np.intp]] = {}
-        first = self._runs[0][2] if self._runs else 0
         try:
-            for node_index in ((first + turn) % STRIPE_SHARDS for turn in range(STRIPE_SHARDS)):
+            for node_index in self._header_nodes:
                 node = self._context.nodes[node_index]
                 columns = np.flatnonzero(self._pins.pinned & ~headed & (self._pins.location[node_index] != ABSENT))
                 if node is None or not len(columns):
@@ -186,7 +202,9 @@ class Fetch:
                 location = self._pins.location[node_index, columns]
                 generation = self._pins.generation[node_index, columns]
                 try:
-                    rows = node.headers_now(location, generation, expected.shape[1])
+                    rows = self._early_headers(node_index, columns)
+                    if rows is None:
+                        rows = node.headers_now(location, generation, expected.shape[1])
                 except EfsError:
                     continue
                 if rows is not None:
@@ -201,6 +219,16 @@ class Fetch:
                 if not task.cancel() and not task.cancelled():
                     task.exception()  # Nobody else looks at it.
         return headed
+
+    def _early_headers(self, node_index: int, columns: NDArray[np.intp]) -> NDArray[np.uint8] | None:
+        """Those that came with the node's table, if any; zeros for what it holds in several versions and pinned is
+        another than its table's first."""
+        sink = self._sinks.get(node_index)
+        if sink is None or sink.headers is None:
+            return None
+        rows: NDArray[np.uint8] = sink.headers[columns]
+        rows[sink.locations[columns] != self._pins.location[node_index, columns]] = 0
+        return rows
 
     async def _await_headers(self, asked: dict[asyncio.Task[NDArray[np.uint8]], NDArray[np.intp]],
                              expected: NDArray[np.uint64], headed: NDArray[np.bool_], seconds: float) -> None:
@@ -349,7 +377,8 @@ class Fetch:
         """End whatever is still running; after this nothing writes to the caller's buffer."""
         if self._reads is not None:
             self._reads.abandon()
-        for task in self._table_tasks:
+        self._early.close()
+        for task in self._table_tasks.values():
             task.cancel()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.clock import Deadline
-from efs.contract import Landing, Node, NodeTable, PutBatch, PutOutcome, Span
+from efs.contract import GetSink, Landing, Node, NodeTable, PutBatch, PutOutcome, Span
 from efs.errors import NodeUnavailable
 from efs.types import DropItem, ListPage, NodeInfo
 
@@ -46,6 +46,9 @@ class JoiningNode:
 
     async def look_up(self, keys: Sequence[bytes], deadline: Deadline) -> NodeTable:
         return await self._open().look_up(keys, deadline)
+
+    async def get(self, keys: Sequence[bytes], sink: GetSink, deadline: Deadline) -> None:
+        await self._open().get(keys, sink, deadline)
 
     async def headers(self, locations: NDArray[np.int64], generations: NDArray[np.uint64], segments: int,
                       deadline: Deadline) -> NDArray[np.uint8]:

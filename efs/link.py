@@ -20,6 +20,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from efs.clock import Clock, Deadline
@@ -104,7 +105,12 @@ class RemotePlace:
 
 
 class Pieces(Protocol):
-    """Where the bodies of PIECEs go: bytes [0, size) of everything that was asked for."""
+    """Where the bodies of PIECEs go: bytes [0, size) of everything that was asked for. Any method may raise WireError,
+    which ends the connection."""
+
+    def table_came(self, metadata: bytes) -> None:
+        """A TABLE."""
+        ...
 
     def views(self, position: int, size: int) -> Sequence[memoryview]:
         """Where the bytes from `position` on belong, as `FrameSink.body_views`."""
@@ -253,7 +259,7 @@ class Link:
             if header.kind not in (wanted, Kind.ERROR) or header.metadata_bytes > WIRE_HANDSHAKE_BYTES:
                 raise WireError(f"a {header.kind.name} of {header.metadata_bytes} bytes where a {wanted.name} must be")
             return
-        if header.kind not in (Kind.ANSWER, Kind.PIECE, Kind.ERROR):
+        if header.kind not in (Kind.ANSWER, Kind.PIECE, Kind.ERROR, Kind.TABLE):
             raise WireError(f"a {header.kind.name} from a server")
         if header.request_id not in self._pending:
             raise WireError(f"an answer to request {header.request_id}, which is not waiting for one")
@@ -274,12 +280,16 @@ class Link:
         pending = self._receiving
         if pending is None or pending.pieces is None:
             return
+        self._tell(pending, partial(pending.pieces.came, pending.position + offset))
+
+    @staticmethod
+    def _tell(pending: _Pending, news: Callable[[], None]) -> None:
+        """Tell whoever waits that something is there. What goes wrong with them is theirs to see."""
         try:
-            pending.pieces.came(pending.position + offset)
+            news()
         except WireError:
             raise
         except BaseException as error:
-            # Of whoever was told that something has landed: it is the caller's to see.
             pending.pieces = None
             if pending.answer is not None and not pending.answer.done():
                 pending.answer.set_exception(error)
@@ -296,6 +306,10 @@ class Link:
             pending = self._pending.get(header.request_id)
             if pending is not None:
                 pending.position += header.body_bytes
+        elif header.kind is Kind.TABLE:
+            pending = self._pending[header.request_id]
+            if pending.pieces is not None:
+                self._tell(pending, partial(pending.pieces.table_came, metadata))
         else:
             self._answered(self._pending.pop(header.request_id), header, metadata)
 

@@ -7,6 +7,12 @@ of rows follow from lengths where they can; where they cannot, a request begins 
       answer  uint32 rows, uint32 further versions; digests (16 bytes), locations (int64), generations (uint64), shards
               (uint8), trusted (uint8), a column after the other; then each further version as uint32 row, digest,
               location, generation, shard, trusted
+    GET       uint32 keys, shard bytes, slot bytes, segments of the headers that are wanted too or 0; the keys; then
+              uint32 start and stop of each stretch of keys whose shards are wanted
+      TABLE   uint32 bytes of a header or 0; a header for each key, of zeros where there is none; then the answer to a
+              LOOK_UP
+      PIECE   as of a READ of the spans into which the table cuts the stretches (`efs/spans.py`)
+      answer  empty, after the last piece
     HEADERS   uint32 rows, uint32 segments; locations; generations
       answer  the headers, one after the other
     READ      uint32 rows, then of each span: int64 location, uint32 slots, uint32 shard bytes, uint32 slot bytes
@@ -63,6 +69,7 @@ from efs.limits import (
     MAX_KEYS_PER_CALL,
     MAX_SEGMENTS,
     MAX_SLOTS_PER_EXTENT,
+    MAX_VERSIONS_PER_KEY,
     STRIPE_SHARDS,
     WIRE_BODY_BYTES,
     WIRE_LISTED,
@@ -76,6 +83,9 @@ T = TypeVar("T")
 _PAIR: Final = struct.Struct("<II")
 _PUT: Final = struct.Struct("<IIIIIBQ")
 _TOUCH: Final = struct.Struct("<IB")
+_GET: Final = struct.Struct("<IIII")
+_COUNT: Final = struct.Struct("<I")
+_STRETCHES: Final = np.dtype("<u4")
 _LIST: Final = struct.Struct("<IB")
 _POSITION: Final = struct.Struct("<Q")
 _VERSION: Final = np.dtype([("row", "<u4"), ("digest", "V16"), ("location", "<i8"), ("generation", "<u8"),
@@ -153,6 +163,68 @@ def decode_table(data: bytes, rows: int) -> NodeTable:
     table.extra = tuple(VersionRow(int(row["row"]), row["digest"].tobytes(), int(row["location"]),
                                    int(row["generation"]), int(row["shard"]), bool(row["trusted"])) for row in extra)
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class GetAsk:
+    """What a GET asks for; see `efs.contract.GetSink`."""
+
+    keys: Sequence[bytes]
+    stretches: Sequence[tuple[int, int]]
+    shard_bytes: int
+    slot_bytes: int
+    segments: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the table with its headers is no larger than a frame, whatever the node holds."""
+        header = header_bytes(self.segments) if self.segments else 0
+        row = _ROW_BYTES + (MAX_VERSIONS_PER_KEY - 1) * _VERSION.itemsize + header
+        return _COUNT.size + _PAIR.size + len(self.keys) * row <= WIRE_METADATA_BYTES
+
+
+def encode_get(ask: GetAsk) -> bytes:
+    head = _GET.pack(len(ask.keys), ask.shard_bytes, ask.slot_bytes, ask.segments)
+    return b"".join((head, *ask.keys, np.array(ask.stretches, _STRETCHES).tobytes()))
+
+
+def decode_get(data: bytes) -> GetAsk:
+    """An ask that can be answered: no key's shard twice, and a table that fits a frame."""
+    count, shard_bytes, slot_bytes, segments = _unpack(_GET, data)
+    start = _GET.size + count * KEY_BYTES
+    if len(data) < start or (len(data) - start) % (2 * _STRETCHES.itemsize):
+        raise WireError(f"a get of {count} keys in {len(data)} bytes")
+    bounds = np.frombuffer(data, _STRETCHES, -1, start).astype(np.int64).reshape(-1, 2)
+    if len(bounds) and ((bounds[:, 0] >= bounds[:, 1]).any() or int(bounds.max()) > count
+                        or (np.diff(np.sort(bounds, axis=0).reshape(-1)) < 0).any()):
+        raise WireError("stretches of keys that a get does not have, or has twice")
+    if not 1 <= shard_bytes <= slot_bytes <= WIRE_BODY_BYTES or segments > MAX_SEGMENTS:
+        raise WireError(f"a get of {shard_bytes} bytes in slots of {slot_bytes}, with headers of {segments} segments")
+    ask = GetAsk(decode_keys(data[_GET.size : start]), [(low, high) for low, high in bounds.tolist()], shard_bytes,
+                 slot_bytes, segments)
+    if not ask.fits:
+        raise WireError(f"a get of {count} keys with headers of {segments} segments")
+    return ask
+
+
+def encode_get_table(table: NodeTable, headers: NDArray[np.uint8] | None) -> bytes:
+    if headers is None:
+        return _COUNT.pack(0) + encode_table(table)
+    return b"".join((_COUNT.pack(headers.shape[1]), headers.tobytes(), encode_table(table)))
+
+
+def decode_get_table(data: bytes, rows: int, segments: int) -> tuple[NodeTable, NDArray[np.uint8] | None]:
+    """Table and headers of `rows` keys; headers only if headers of so many segments were asked for."""
+    (size,) = _unpack(_COUNT, data)
+    if size not in (0, header_bytes(segments) if segments else 0):
+        raise WireError(f"headers of {size} bytes, asked for {segments} segments")
+    start = _COUNT.size + rows * size
+    headers = None
+    if size:
+        if len(data) < start:
+            raise WireError(f"a table of {len(data)} bytes, expected more than {start}")
+        headers = np.frombuffer(data, np.uint8, rows * size, _COUNT.size).reshape(rows, size).copy()
+    return decode_table(data[start:], rows), headers
 
 
 def encode_places(locations: NDArray[np.int64], generations: NDArray[np.uint64], segments: int) -> bytes:

@@ -5,8 +5,8 @@ the payload of a put. The node is *suspect* while either of them is missing or o
 `efs.health` then leaves it alone.
 
 Nothing is answered from memory: `look_up_now` and `headers_now` say None. `read_now` and `views_now` read the slab of a
-server on this machine that shares it, else they say False and None (docs/decisions/0015). A fetch over the wire takes
-three round trips (docs/decisions/0009). Calls that are larger than a frame are sent in parts.
+server on this machine that shares it, else they say False and None (docs/decisions/0015). `get` brings table, headers
+and shards in one round trip (docs/decisions/0018). Calls that are larger than a frame are sent in parts.
 
 *Reads.* The slots of all spans come as one sequence of bytes in the order of the spans, cut into pieces. Each byte goes
 from the socket to where the landing's strides say, or to memory that nobody reads: padding, gaps between strides, what
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from efs.batch import check_form, require_keys
 from efs.burial import words_of
 from efs.clock import Clock, Deadline
-from efs.contract import Landing, NodeTable, PutBatch, PutOutcome, Span, VersionRow
+from efs.contract import GetSink, Landing, NodeTable, PutBatch, PutOutcome, Span, VersionRow
 from efs.errors import InvalidArgument, NodeFull, NodeUnavailable, OutdatedMap, WireError
 from efs.limits import (
     IOV_MAX,
@@ -41,8 +42,10 @@ from efs.limits import (
 )
 from efs.link import Link, RemotePlace
 from efs.messages import (
+    GetAsk,
     decode_count,
     decode_flag,
+    decode_get_table,
     decode_headers,
     decode_info,
     decode_nothing,
@@ -51,6 +54,7 @@ from efs.messages import (
     decode_table,
     decode_tenant_bytes,
     encode_drops,
+    encode_get,
     encode_keys,
     encode_list,
     encode_places,
@@ -180,6 +184,18 @@ class RemoteNode:
         decode = partial(decode_table, rows=len(keys))
         return await self._reading.ask(Kind.LOOK_UP, encode_keys(keys), deadline, decode)
 
+    async def get(self, keys: Sequence[bytes], sink: GetSink, deadline: Deadline) -> None:
+        """See the contract. Of a slab that its server shares only the table comes; so it is with more keys than fit."""
+        require_keys(keys)
+        if len(keys) > WIRE_KEYS:
+            sink.table_came(await self.look_up(keys, deadline), None)
+            return
+        stretches = () if self._reading.slab is not None else sink.stretches
+        ask = GetAsk(keys, stretches, sink.shard_bytes, sink.slot_bytes, sink.segments)
+        if not ask.fits:
+            ask = replace(ask, segments=0)
+        await self._reading.ask(Kind.GET, encode_get(ask), deadline, decode_nothing, pieces=_Answer(ask, sink))
+
     def headers_now(self, locations: NDArray[np.int64], generations: NDArray[np.uint64],
                     segments: int) -> NDArray[np.uint8] | None:
         """None: the answer is not in this process."""
@@ -298,6 +314,38 @@ class RemoteNode:
         return await self._reading.ask(Kind.TENANT_BYTES, b"", deadline, decode_tenant_bytes)
 
 
+class _Answer:
+    """`efs.link.Pieces` for a get: its table, then what it names places for."""
+
+    def __init__(self, ask: GetAsk, sink: GetSink) -> None:
+        self._ask = ask
+        self._sink = sink
+        self._landings: _Landings | None = None
+
+    def table_came(self, metadata: bytes) -> None:
+        if self._landings is not None:
+            raise WireError("a second table")
+        table, headers = decode_get_table(metadata, len(self._ask.keys), self._ask.segments)
+        self._sink.table_came(table, headers)
+        places = self._sink.places() if self._ask.stretches else ()
+        self._landings = _Landings([(at, span, landing) for at, (span, landing) in enumerate(places)],
+                                   self._sink.landed)
+
+    def _shards(self) -> _Landings:
+        if self._landings is None:
+            raise WireError("shards before their table")
+        return self._landings
+
+    def views(self, position: int, size: int) -> Sequence[memoryview]:
+        return self._shards().views(position, size)
+
+    def came(self, position: int) -> None:
+        self._shards().came(position)
+
+    def whole(self, position: int) -> bool:
+        return self._landings is not None and self._landings.whole(position)
+
+
 class _Landings:
     """`efs.link.Pieces` for the landings of a read: (place, span, landing) each."""
 
@@ -308,6 +356,9 @@ class _Landings:
         self._start = 0
         """Position at which the span begins that is being received."""
         self._size = sum(span.count * span.slot_bytes for _, span, _ in wanted)
+
+    def table_came(self, metadata: bytes) -> None:
+        raise WireError("a table that was not asked for")
 
     def views(self, position: int, size: int) -> Sequence[memoryview]:
         if self._at == len(self._wanted):

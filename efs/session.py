@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from efs.checksum import xxh3_64
 from efs.clock import Clock, Deadline
-from efs.contract import Landing, Node, PutBatch, Span, Stride
+from efs.contract import ABSENT, Landing, Node, NodeTable, PutBatch, Span, Stride
 from efs.errors import (
     EfsError,
     IdentityMismatch,
@@ -72,8 +72,10 @@ from efs.limits import (
     WIRE_SEND_QUEUE_BYTES,
 )
 from efs.messages import (
+    GetAsk,
     PutHead,
     decode_drops,
+    decode_get,
     decode_keys,
     decode_list,
     decode_places,
@@ -83,6 +85,7 @@ from efs.messages import (
     decode_tags,
     decode_touch,
     encode_error,
+    encode_get_table,
     encode_info,
     encode_number,
     encode_outcome,
@@ -94,15 +97,16 @@ from efs.messages import (
 from efs.metrics import CounterFile
 from efs.scratch import Scratch
 from efs.servedspare import ServedSpare
-from efs.shard import LOCAL_BYTES, header_dtype, segments_of_entry
+from efs.shard import LOCAL_BYTES, header_bytes, header_dtype, segments_of_entry
 from efs.sharedslab import SlabPlace
+from efs.spans import cuts
 from efs.staging import buffer_bytes
 from efs.stream import Stream
 from efs.wire import Header, Kind, encode_frame
 
 _LOG: Final = logging.getLogger(__name__)
 _REQUESTS: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.READ, Kind.PUT, Kind.DROP, Kind.VERIFY, Kind.LIST,
-                              Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES, Kind.TAKE_PLACE})
+                              Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES, Kind.TAKE_PLACE, Kind.GET})
 
 
 @dataclass(slots=True)
@@ -361,6 +365,8 @@ class Session:
             return partial(self._store, node, head, body)
         if kind is Kind.READ:
             return partial(self._read, node, header.request_id, decode_spans(metadata))
+        if kind is Kind.GET:
+            return partial(self._get, node, header.request_id, decode_get(metadata))
         if kind is Kind.LOOK_UP:
             return partial(_look_up, node, decode_keys(metadata))
         if kind is Kind.HEADERS:
@@ -418,6 +424,17 @@ class Session:
         outcome = await node.put(batch, deadline)
         self._host.bodies.give(body)
         return encode_outcome(outcome)
+
+    async def _get(self, node: Node, request_id: int, ask: GetAsk, deadline: Deadline) -> bytes:
+        """Send the table with what headers are wanted, then the slots of the stretches."""
+        table = node.look_up_now(ask.keys)
+        if table is None:
+            table = await node.look_up(ask.keys, deadline)
+        headers = await _headers_of(node, table, ask.segments, deadline) if ask.segments else None
+        self._stream.send(encode_frame(Kind.TABLE, request_id, encode_get_table(table, headers)))
+        spans = [Span(location, count, ask.shard_bytes, ask.slot_bytes)
+                 for stretch in cuts(table.location, ask.stretches) for _, location, count in stretch]
+        return await self._read(node, request_id, spans, deadline) if spans else b""
 
     async def _read(self, node: Node, request_id: int, spans: Sequence[Span], deadline: Deadline) -> bytes:
         """Send the slots of all spans, a piece at a time."""
@@ -501,6 +518,16 @@ async def _headers(node: Node, locations: NDArray[np.int64], generations: NDArra
                    deadline: Deadline) -> bytes:
     found = node.headers_now(locations, generations, segments)
     return (found if found is not None else await node.headers(locations, generations, segments, deadline)).tobytes()
+
+
+async def _headers_of(node: Node, table: NodeTable, segments: int, deadline: Deadline) -> NDArray[np.uint8]:
+    """One for each row of a table, of zeros where nothing is held."""
+    rows = np.zeros((len(table.location), header_bytes(segments)), np.uint8)
+    held = np.flatnonzero(table.location != ABSENT)
+    locations, generations = table.location[held], table.generation[held]
+    found = node.headers_now(locations, generations, segments)
+    rows[held] = found if found is not None else await node.headers(locations, generations, segments, deadline)
+    return rows
 
 
 async def _counted(ask: Callable[[Deadline], Awaitable[int]], deadline: Deadline) -> bytes:

@@ -115,6 +115,7 @@ class UnitReads:
         self._shown: list[tuple[int, NDArray[np.uint8]]] = []
         self._queue: dict[int, list[Request]] = {}
         self._flying: dict[Unit, list[Request]] = {}
+        self._taken: dict[Unit, set[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self, runs: Sequence[tuple[int, int, int, int]]) -> list[Unit]:
@@ -178,6 +179,42 @@ class UnitReads:
         absent = ~held if rows is None else rows & ~held
         return complete if not absent.any() else self._absent(unit, shard, absent)
 
+    def take(self, unit: Unit, shard: int, low: int, span: Span, landing: Landing, *, here: bool) -> Request | None:
+        """Rows from `low` on of a shard were asked for before there were units: they are in hand, or on their way."""
+        high = low + span.count
+        self._taken.setdefault(unit, set()).add(shard)
+        if here:
+            unit.state[shard, low:high] = Shard.HAVE
+            return None
+        return self._under_way(unit, shard, low, high, span, landing)
+
+    def take_parity(self, unit: Unit, start: int, shard: int, buffer: bytearray) -> bool:
+        """Where a parity shard of the blocks from `start` on was asked to land, if a unit took it from there."""
+        if start != unit.start or shard not in self._taken.get(unit, ()):
+            return False
+        self._parity[unit.start, shard] = buffer
+        return True
+
+    def ask_beside_taken(self) -> None:
+        """Ask for the rows of taken shards that were not taken."""
+        for unit, shards in self._taken.items():
+            for shard in shards:
+                state = unit.state[shard]
+                if (state == Shard.HAVE).all():
+                    unit.whole.add(shard)
+                    continue
+                unit.piecemeal |= bool((state == Shard.HAVE).any())
+                if (state == Shard.UNASKED).any():
+                    self.ask(unit, shard, state == Shard.UNASKED)
+        self._taken.clear()
+
+    def ask_again(self, requests: Sequence[Request]) -> None:
+        """Whoever was asked for these sends no more: what has not landed and is still wanted is read."""
+        for request in requests:
+            if not request.landing.revoked:
+                self._queue.setdefault(request.unit.node_of(request.shard), []).append(request)
+        self.flush()
+
     def move(self, unit: Unit, shard: int, row: int, location: int, generation: int) -> None:
         """Ask one shard of one block again, at the place to which its record has moved."""
         node_index = unit.node_of(shard)
@@ -215,13 +252,17 @@ class UnitReads:
             unit.losses = True
             self.tally.missing += high - low
             return False
+        request = self._under_way(unit, shard, low, high, span, landing)
+        self._queue.setdefault(node.node_index, []).append(request)
+        return False
+
+    def _under_way(self, unit: Unit, shard: int, low: int, high: int, span: Span, landing: Landing) -> Request:
         unit.state[shard, low:high] = Shard.PENDING
         request = Request(unit, shard, low, high, span, landing)
         unit.flying += 1
         unit.piecemeal |= high - low < unit.stop - unit.start
         self._flying.setdefault(unit, []).append(request)
-        self._queue.setdefault(node.node_index, []).append(request)
-        return False
+        return request
 
     def _landing(self, unit: Unit, shard: int, low: int) -> Landing:
         if shard < DATA_SHARDS:
@@ -270,7 +311,7 @@ class UnitReads:
         assert node is not None
         spans = [(request.span, request.landing) for request in requests]
         try:
-            await node.read(spans, lambda index: self._landed(requests[index]), self.deadline)
+            await node.read(spans, lambda index: self.landed(requests[index]), self.deadline)
         except EfsError:
             for request in requests:
                 self._lose(request)
@@ -296,7 +337,8 @@ class UnitReads:
         request.unit.flying -= 1
         return True
 
-    def _landed(self, request: Request) -> None:
+    def landed(self, request: Request) -> None:
+        """The bytes of a request are in their places."""
         unit, shard = request.unit, request.shard
         now = self.context.clock.monotonic()
         unit.state[shard, request.low : request.high] = Shard.HAVE

@@ -21,8 +21,8 @@ stores anything, a client before it uses anything.
 
 *Conversation.* After the handshake (`efs/handshake.py`) the client sends requests and the server answers each with
 exactly one ANSWER or ERROR under the same id, in any order, whatever became of the request; a READ has PIECEs before
-that. CANCEL names a request whose answer nobody waits for, and has no answer of its own; nor has TOUCH. An id may be
-used again once it is answered. `efs/messages.py` has the metadata of every kind.
+that, a GET a TABLE and then PIECEs. CANCEL names a request whose answer nobody waits for, and has no answer of its own;
+nor has TOUCH. An id may be used again once it is answered. `efs/messages.py` has the metadata of every kind.
 
 *Refusals.* A header is checked whole before anything is allocated for it: magic, version, zeros, lengths, checksum, and
 whether its receiver expects such a frame now. What fails, or metadata that do not fit their checksum, is a WireError,
@@ -75,18 +75,20 @@ class Kind(IntEnum):
     BURY = 26
     TENANT_BYTES = 27
     TAKE_PLACE = 28
+    GET = 29
     CANCEL = 31
     CHALLENGE = 65
     WELCOME = 66
     ANSWER = 80
     PIECE = 81
     ERROR = 82
+    TABLE = 83
 
 
 _KINDS: Final = {kind.value: kind for kind in Kind}
 _WITH_BODY: Final = frozenset({Kind.PUT, Kind.PIECE})
 _WITH_DEADLINE: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.READ, Kind.PUT, Kind.DROP, Kind.VERIFY, Kind.LIST,
-                                   Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES, Kind.TAKE_PLACE})
+                                   Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES, Kind.TAKE_PLACE, Kind.GET})
 _WITHOUT_ID: Final = frozenset({Kind.HELLO, Kind.PROOF, Kind.TOUCH, Kind.CHALLENGE, Kind.WELCOME})
 
 

@@ -48,6 +48,14 @@ async def memory_cold(path: Path, clock: FakeClock) -> AsyncIterator[Node]:
     await node.close()
 
 
+@asynccontextmanager
+async def memory_streams(path: Path, clock: FakeClock) -> AsyncIterator[Node]:
+    node = MemoryNode(NODE_INDEX, clock)
+    node.warm, node.streams = False, True
+    yield node
+    await node.close()
+
+
 def directory(mapped: bool, durability: Durability) -> Factory:
     @asynccontextmanager
     async def make(path: Path, clock: FakeClock) -> AsyncIterator[Node]:
@@ -87,6 +95,7 @@ def server(address: str, shared: bool = False) -> Factory:
 FACTORIES: dict[str, Factory] = {
     "memory": memory,
     "memory-cold": memory_cold,
+    "memory-streams": memory_streams,
     "directory": directory(mapped=False, durability="process"),
     "directory-mapped": directory(mapped=True, durability="process"),
     "directory-power": directory(mapped=False, durability="power"),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from efs.clock import stamp_of
-from efs.contract import ABSENT, Landing, Node, Span, Stride
+from efs.contract import ABSENT, Landing, Node, NodeTable, Span, Stride
 from efs.errors import InvalidArgument
 from efs.extent import ranges_of
 from efs.limits import STAMP_SECONDS
 from efs.shape import BlockShape
+from efs.spans import cuts
 from tests.contract.calls import ODD, listing, payload_of, soon, store
 from tests.contract.factories import NODE_INDEX
 from tests.support.clock import FakeClock
@@ -113,6 +116,83 @@ async def test_headers_of_places_that_do_not_exist_are_zeros(node: Node, clock: 
     nowhere = np.array([ABSENT, 1 << 60, int(table.location[0]) + 900_000], np.int64)
     headers = await node.headers(nowhere, np.array([0, 7, 7], np.uint64), 1, soon(clock))
     assert not headers.any()
+
+
+# -- Tables, and what comes behind them -----------------------------------------------------------------------------
+
+
+class Sink:
+    """Keeps what a get brings. Every record lands in its place of `buffer`, by its row."""
+
+    def __init__(self, shape: BlockShape, rows: int, stretches: Sequence[tuple[int, int]], segments: int) -> None:
+        self.stretches = stretches
+        self.shard_bytes, self.slot_bytes, self.segments = shape.shard_bytes, shape.slot_bytes, segments
+        self.buffer = bytearray(b"\xee" * rows * shape.shard_bytes)
+        self.tables: list[tuple[NodeTable, NDArray[np.uint8] | None]] = []
+        self.rows: list[range] = []
+        self.seen: list[int] = []
+
+    def table_came(self, table: NodeTable, headers: NDArray[np.uint8] | None) -> None:
+        self.tables.append((table, headers))
+
+    def places(self) -> Sequence[tuple[Span, Landing]]:
+        assert len(self.tables) == 1
+        size, spans = self.shard_bytes, []
+        for stretch in cuts(self.tables[0][0].location, self.stretches):
+            for first, location, count in stretch:
+                landing = Landing(memoryview(self.buffer), (Stride(0, size, first * size, size),))
+                spans.append((Span(location, count, size, self.slot_bytes), landing))
+                self.rows.append(range(first, first + count))
+        return spans
+
+    def landed(self, index: int) -> None:
+        self.seen.append(index)
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE, ODD])
+async def test_a_get_brings_the_table_and_maybe_headers_and_shards(
+    node: Node, clock: FakeClock, shape: BlockShape
+) -> None:
+    records = make_records(96, NODE_INDEX, shape=shape)
+    keys = [*records.keys[:50], *make_keys(6, seed=99), *records.keys[50:]]
+    held = np.array([row for row in range(len(keys)) if not 50 <= row < 56])
+    expected = await store(node, records, clock)
+    segments = len(shape.segment_bytes)
+    sink = Sink(shape, len(keys), [(60, 102), (0, 53)], segments)
+    await node.get(keys, sink, soon(clock))
+    ((table, headers),) = sink.tables
+    assert (table.location[held] == expected.location).all()
+    assert (table.generation[held] == expected.generation).all()
+    assert (table.location[50:56] == ABSENT).all()
+    if headers is not None:
+        assert (headers[held] == records.headers).all()
+        assert not headers[50:56].any()
+    assert sink.seen in ([], list(range(len(sink.rows))))
+    size, rows = shape.shard_bytes, {row for index in sink.seen for row in sink.rows[index]}
+    assert rows in (set(), {*range(60, 102), *range(50)})
+    for row in range(len(keys)):
+        payload = records.payload[row if row < 50 else row - 6, :size].tobytes() if row in rows else b"\xee" * size
+        assert bytes(sink.buffer[row * size : (row + 1) * size]) == payload
+
+
+async def test_a_get_of_no_shards_brings_the_table_only(node: Node, clock: FakeClock) -> None:
+    records = make_records(8, NODE_INDEX)
+    expected = await store(node, records, clock)
+    sink = Sink(SMALL, 8, [], 0)
+    await node.get(records.keys, sink, soon(clock))
+    ((table, headers),) = sink.tables
+    assert (table.location == expected.location).all()
+    assert headers is None
+    assert sink.seen == []
+
+
+async def test_a_get_of_headers_of_another_shape_has_none(node: Node, clock: FakeClock) -> None:
+    records = make_records(8, NODE_INDEX)
+    await store(node, records, clock)
+    sink = Sink(SMALL, 8, [], 3)
+    await node.get(records.keys, sink, soon(clock))
+    ((_, headers),) = sink.tables
+    assert headers is None or not headers.any()
 
 
 # -- Payload --------------------------------------------------------------------------------------------------------

@@ -19,9 +19,11 @@ from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import CorruptRecord, IdentityMismatch, InvalidArgument, Locked, StoreNotFound
 from efs.groups import GroupedFileSystem
 from efs.limits import CLOSE_MS
+from efs.link import Link
 from efs.remote import RemoteNode
 from efs.shape import BlockShape
 from efs.types import GetReport
+from efs.wire import Kind
 from tests.support.blocks import Blocks, make_blocks
 from tests.support.cli import run_process
 from tests.support.servers import ServedCluster, short_directory
@@ -86,6 +88,23 @@ async def test_what_is_put_is_found_and_fetched(filesystem: GroupedFileSystem) -
     nodes = await filesystem.nodes()
     assert [node.state for node in nodes] == ["serving"] * 12
     assert len({node.records for node in nodes}) == 1
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_healthy_fetch_is_one_round_trip_to_each_node(
+    filesystem: GroupedFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = await stored(filesystem, 45)
+    asked: list[Kind] = []
+    ask = Link.ask
+
+    def counted(link: Link, kind: Kind, *arguments: Any, **more: Any) -> Any:
+        asked.append(kind)
+        return ask(link, kind, *arguments, **more)
+
+    monkeypatch.setattr(Link, "ask", counted)
+    await all_hit(filesystem, blocks)
+    assert asked == [Kind.GET] * 12
 
 
 async def test_several_clients_have_one_cluster_open_at_once(

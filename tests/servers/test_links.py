@@ -7,14 +7,17 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from efs.clock import Deadline, SystemClock
-from efs.contract import Landing, Span, Stride
+from efs.contract import Landing, NodeTable, Span, Stride
 from efs.errors import NodeUnavailable
 from efs.link import RemotePlace
-from efs.messages import encode_position
+from efs.messages import encode_get_table, encode_position
 from efs.metrics import CounterFile
 from efs.remote import RemoteNode
+from efs.shard import header_bytes
+from efs.spans import cuts
 from efs.wire import Header, Kind, encode_frame
 from tests.support.records import make_keys
 from tests.support.servers import short_directory
@@ -58,6 +61,7 @@ WRONG_READS: dict[str, Answer] = {
     "an answer to nothing": lambda h, m: [encode_frame(Kind.ANSWER, h.request_id + 7)],
     "an answer given twice": lambda h, m: [end(h), end(h)],
     "a request": lambda h, m: [encode_frame(Kind.CANCEL, h.request_id)],
+    "a table": lambda h, m: [encode_frame(Kind.TABLE, h.request_id), piece(h, 0, bytes(2 * SLOT)), end(h)],
     "garbage": lambda h, m: [b"\0" * 100],
     "a connection that ends in a piece": lambda h, m: [piece(h, 0, bytes(SLOT))[:200], CLOSE],
     "a refusal that is none": lambda h, m: [encode_frame(Kind.ERROR, h.request_id, b"\xc1")],
@@ -82,6 +86,102 @@ async def test_a_read_that_is_answered_wrongly_is_an_unavailable_node(what: str)
         assert seen == [0]
         assert buffer == b"\x11" * 2 * SLOT + b"\xa5" * SLOT
         assert counters.get("remote_connected") >= 2
+
+
+class Sink:
+    """Of a get for four keys, the shards of two of them and headers of one segment."""
+
+    shard_bytes = slot_bytes = SLOT
+    segments = 1
+    stretches = ((1, 3),)
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(b"\xa5" * 4 * SLOT)
+        self.table: NodeTable | None = None
+        self.headers: NDArray[np.uint8] | None = None
+        self.seen: list[int] = []
+
+    def table_came(self, table: NodeTable, headers: NDArray[np.uint8] | None) -> None:
+        self.table, self.headers = table, headers
+
+    def places(self) -> Sequence[tuple[Span, Landing]]:
+        assert self.table is not None
+        return [(Span(location, count, SLOT, SLOT),
+                 Landing(memoryview(self.buffer), (Stride(0, SLOT, first * SLOT, SLOT),)))
+                for stretch in cuts(self.table.location, self.stretches) for first, location, count in stretch]
+
+    def landed(self, index: int) -> None:
+        self.seen.append(index)
+
+
+def named(header: Header, rows: int = 4, *, headers: int = 0) -> bytes:
+    """A TABLE of so many keys, which lie in neighbouring slots."""
+    table = NodeTable(np.zeros((rows, 2), np.uint64), np.arange(rows), np.ones(rows, np.uint64),
+                      np.zeros(rows, np.uint8), np.ones(rows, np.bool_), ())
+    rows_of = None if not headers else np.zeros((rows, headers), np.uint8)
+    return encode_frame(Kind.TABLE, header.request_id, encode_get_table(table, rows_of))
+
+
+WRONG_GETS: dict[str, Answer] = {
+    "shards before their table": lambda h, m: [piece(h, 0, bytes(2 * SLOT)), named(h), end(h)],
+    "no table": lambda h, m: [end(h)],
+    "a second table": lambda h, m: [named(h), named(h), piece(h, 0, bytes(2 * SLOT)), end(h)],
+    "a table of other keys": lambda h, m: [named(h, 5), piece(h, 0, bytes(2 * SLOT)), end(h)],
+    "a table that is none": lambda h, m: [encode_frame(Kind.TABLE, h.request_id, b"x")],
+    "headers of another size": lambda h, m: [named(h, headers=header_bytes(3)), piece(h, 0, bytes(2 * SLOT)), end(h)],
+    "fewer headers than keys": lambda h, m: [encode_frame(Kind.TABLE, h.request_id, b"\x70\0\0\0" + bytes(200))],
+    "more shards than were asked for": lambda h, m: [named(h), piece(h, 0, bytes(3 * SLOT)), end(h)],
+    "fewer shards than were asked for": lambda h, m: [named(h), piece(h, 0, bytes(SLOT)), end(h)],
+    "a table for nobody": lambda h, m: [encode_frame(Kind.TABLE, h.request_id + 7, b"")],
+}
+
+
+@pytest.mark.parametrize("what", WRONG_GETS)
+async def test_a_get_that_is_answered_wrongly_is_an_unavailable_node(what: str) -> None:
+    async with answered(WRONG_GETS[what]) as (node, server, _):
+        sink = Sink()
+        with pytest.raises(NodeUnavailable):
+            await node.get(make_keys(4, 1), sink, soon())
+        assert server.asked == [Kind.GET]
+        assert sink.buffer[:SLOT] == sink.buffer[3 * SLOT :] == b"\xa5" * SLOT
+        assert await came_true(lambda: not node.suspect)
+        server.answer = lambda h, m: [named(h, headers=header_bytes(1)), piece(h, 0, b"\x11" * 2 * SLOT), end(h)]
+        sink = Sink()
+        await node.get(make_keys(4, 1), sink, soon())
+        assert sink.seen == [0]
+        assert sink.headers is not None
+        assert sink.headers.shape == (4, header_bytes(1))
+        assert bytes(sink.buffer) == b"\xa5" * SLOT + b"\x11" * 2 * SLOT + b"\xa5" * SLOT
+
+
+async def test_shards_behind_a_table_that_are_revoked_meanwhile_land_nowhere() -> None:
+    async with answered(lambda h, m: [named(h), piece(h, 0, b"\x11" * 2 * SLOT), end(h)]) as (node, server, _):
+        class Revoked(Sink):
+            def places(self) -> Sequence[tuple[Span, Landing]]:
+                found = super().places()
+                for _, landing in found:
+                    landing.revoked = True
+                return found
+
+        sink = Revoked()
+        await node.get(make_keys(4, 1), sink, soon())
+        assert sink.seen == []
+        assert bytes(sink.buffer) == b"\xa5" * 4 * SLOT
+        assert server.lost == 0
+
+
+async def test_an_exception_of_the_caller_comes_out_of_the_get_and_the_connection_lives_on() -> None:
+    async with answered(lambda h, m: [named(h), piece(h, 0, bytes(2 * SLOT)), end(h)]) as (node, server, _):
+        class Refusing(Sink):
+            def table_came(self, table: NodeTable, headers: NDArray[np.uint8] | None) -> None:
+                raise ValueError("not this one")
+
+        with pytest.raises(ValueError, match="not this one"):
+            await node.get(make_keys(4, 1), Refusing(), soon())
+        sink = Sink()
+        await node.get(make_keys(4, 1), sink, soon())
+        assert sink.seen == [0]
+        assert server.lost == 0
 
 
 @pytest.mark.parametrize("metadata", [b"", bytes(8), b"\xff" * 8, bytes(8 + 34 * 3), b"\x03" + bytes(7 + 34 * 3 + 5)])

@@ -17,6 +17,7 @@ from efs.contract import Landing, PutBatch, Span, Stride
 from efs.errors import HandshakeFailed, IdentityMismatch, InvalidArgument, NodeReadOnly, NodeUnavailable, OutdatedMap
 from efs.handshake import Role, encode_message
 from efs.limits import (
+    MAX_SEGMENTS,
     WIRE_BODY_BYTES,
     WIRE_CONNECTIONS_PER_PEER,
     WIRE_FRAME_MS,
@@ -24,7 +25,7 @@ from efs.limits import (
     WIRE_IN_FLIGHT,
     WIRE_METADATA_BYTES,
 )
-from efs.messages import decode_error, encode_error, encode_keys, encode_position, encode_put
+from efs.messages import GetAsk, decode_error, encode_error, encode_get, encode_keys, encode_position, encode_put
 from efs.session import MapSeen
 from efs.types import DropItem
 from efs.wire import MAX_FRAME_BYTES, Kind, encode_frame
@@ -48,6 +49,12 @@ def put_frame(request_id: int, body_bytes: int) -> bytes:
     return encode_frame(Kind.PUT, request_id, encode_put(batch), body_bytes=body_bytes, deadline_ms=5_000)
 
 
+def get(stretches: list[tuple[int, int]], *, keys: int = 3, shard_bytes: int = 100, slot_bytes: int = 128,
+        segments: int = 1, cut: int | None = None) -> bytes:
+    ask = GetAsk(make_keys(keys, 1), stretches, shard_bytes, slot_bytes, segments)
+    return encode_frame(Kind.GET, 1, encode_get(ask)[:cut], deadline_ms=5_000)
+
+
 GARBAGE: dict[str, bytes] = {
     "no frame at all": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(48),
     "bad checksum of a header": INFO[:40] + bytes(8),
@@ -58,6 +65,20 @@ GARBAGE: dict[str, bytes] = {
     "keys that are none": encode_frame(Kind.LOOK_UP, 1, bytes(31), deadline_ms=5_000),
     "spans that are none": encode_frame(Kind.READ, 1, bytes(21), deadline_ms=5_000),
     "a span of no slots": encode_frame(Kind.READ, 1, bytes(20), deadline_ms=5_000),
+    "a get that is none": encode_frame(Kind.GET, 1, bytes(15), deadline_ms=5_000),
+    "a get of fewer keys than it says": get([], cut=-32),
+    "half a stretch": get([(0, 1)], cut=-4),
+    "a stretch of nothing": get([(1, 1)]),
+    "a stretch backwards": get([(2, 1)]),
+    "a stretch of keys that are not there": get([(0, 4)]),
+    "stretches that overlap": get([(0, 2), (1, 3)]),
+    "a stretch in another": get([(0, 3), (1, 2)]),
+    "a stretch twice": get([(0, 1), (0, 1)]),
+    "a get of shards of nothing": get([(0, 1)], shard_bytes=0),
+    "a get of shards larger than their slots": get([(0, 1)], shard_bytes=129),
+    "a get of slots larger than a frame": get([(0, 1)], slot_bytes=WIRE_BODY_BYTES + 1),
+    "a get of headers of too many segments": get([], segments=MAX_SEGMENTS + 1),
+    "a get of more headers than a frame holds": get([], keys=10_000, segments=MAX_SEGMENTS),
     "headers without segments": encode_frame(Kind.HEADERS, 1, bytes(8), deadline_ms=5_000),
     "a put whose body is too short": put_frame(1, 4 * 128 - 1) + bytes(4 * 128 - 1),
     "a put without a body": put_frame(1, 0),

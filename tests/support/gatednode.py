@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.clock import Deadline
-from efs.contract import Landing, NodeTable, PutBatch, PutOutcome, Span
+from efs.contract import GetSink, Landing, NodeTable, PutBatch, PutOutcome, Span
 from efs.errors import EfsError, NodeUnavailable
 from efs.types import DropItem, ListPage, NodeInfo
 from tests.support.memorynode import MemoryNode
@@ -90,6 +90,11 @@ class GatedNode:
         if self.look_up_gate is not None:
             await self.look_up_gate.pass_through()
         return await self.inner.look_up(keys, deadline)
+
+    async def get(self, keys: Sequence[bytes], sink: GetSink, deadline: Deadline) -> None:
+        if self.look_up_gate is not None:
+            await self.look_up_gate.pass_through()
+        await self.inner.get(keys, sink, deadline)
 
     def touch(self, keys: Sequence[bytes], locations: NDArray[np.int64] | None, stamp: int) -> None:
         self.touched += keys

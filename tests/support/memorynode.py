@@ -1,7 +1,8 @@
 """An in-memory twin of a node: the same contract without files, threads or waiting.
 
 Slow and plain on purpose: what a directory node answers must be what this one answers. It has knobs. `warm` false makes
-every `…_now` method decline, so that callers take the awaiting path. `down` set to a reason makes every call raise
+every `…_now` method decline, so that callers take the awaiting path. `streams` makes a get go on behind its table, and
+a new node not warm. `down` set to a reason makes every call raise
 NodeUnavailable. `hanging` is what `suspect` says. `capacity_records` bounds it: what does not fit is refused; nothing
 is evicted except by `collect`, in the order of `efs/gc.py`. `horizon` is its eviction horizon.
 """
@@ -20,7 +21,19 @@ from efs.batch import check_batch, require_keys
 from efs.burial import words_of
 from efs.checksum import xxh3_64
 from efs.clock import Arrivals, Clock, Deadline, stamp_of
-from efs.contract import ABSENT, PURGED, TOO_COLD, Landing, NodeTable, PutBatch, PutOutcome, Span, Stride, VersionRow
+from efs.contract import (
+    ABSENT,
+    PURGED,
+    TOO_COLD,
+    GetSink,
+    Landing,
+    NodeTable,
+    PutBatch,
+    PutOutcome,
+    Span,
+    Stride,
+    VersionRow,
+)
 from efs.errors import InvalidArgument, NodeFull, NodeUnavailable
 from efs.gc import NOTHING, Watermarks, order_key
 from efs.limits import MAX_VERSIONS_PER_KEY
@@ -49,6 +62,8 @@ class Stored:
 class MemoryNode:
     """`efs.contract.Node` in memory."""
 
+    streams = False
+
     def __init__(self, node_index: int, clock: Clock, *, capacity_records: int | None = None) -> None:
         self._node_index = node_index
         self._clock = clock
@@ -57,7 +72,7 @@ class MemoryNode:
         self._next: dict[tuple[int, int], int] = {}
         self._generation = 0
         self._closed = False
-        self.warm = True
+        self.warm = not self.streams
         self.down: str | None = None
         self.hanging = False
         self.horizon = NOTHING
@@ -83,6 +98,14 @@ class MemoryNode:
         await self._pass(deadline)
         require_keys(keys)
         return self._table(keys)
+
+    async def get(self, keys: Sequence[bytes], sink: GetSink, deadline: Deadline) -> None:
+        table, headers = await self.look_up(keys, deadline), None
+        if self.streams and sink.segments:
+            headers = await self.headers(table.location, table.generation, sink.segments, deadline)
+        sink.table_came(table, headers)
+        if self.streams:
+            await self.read(sink.places(), sink.landed, deadline)
 
     def _table(self, keys: Sequence[bytes]) -> NodeTable:
         count = len(keys)

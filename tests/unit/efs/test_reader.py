@@ -33,6 +33,14 @@ OPAQUE = BlockShape(777, (777,))
 CLOCK = SystemClock()
 
 
+@pytest.fixture(params=[False, True], ids=["asked", "streamed"], autouse=True)
+def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every scenario twice: shards are asked for once all tables are there, or come right behind each table."""
+    streams: bool = request.param
+    monkeypatch.setattr(MemoryNode, "streams", streams)
+    return streams
+
+
 class Group:
     """Twelve nodes, a writer and a reader over them."""
 
@@ -445,14 +453,14 @@ class ReusingNode(MemoryNode):
     def views_now(self, spans: object) -> None:
         return None
 
-    def read_now(self, span: object, landing: object) -> bool:
+    def _land(self, span: Span, landing: Landing) -> None:
         if self.victim is not None and self.victim in self.records:
             (stored,) = self.records[self.victim].values()
-            if span.location <= stored.location < span.location + span.count:  # type: ignore[attr-defined]
+            if span.location <= stored.location < span.location + span.count:
                 self.victim = None
                 self.reused += 1
                 self._reuse(stored)
-        return super().read_now(span, landing)  # type: ignore[arg-type]
+        super()._land(span, landing)
 
     def _reuse(self, stored: object) -> None:
         payload, location, generation = stored.payload, stored.location, stored.generation  # type: ignore[attr-defined]
