@@ -9,6 +9,7 @@ thirteen processes. Units, checks and the reference work are those of `kvstore/b
   before the stop: each time another client, in milliseconds.
 - fetch with two servers killed (SIGKILL), once that was noticed.
 - put of new blocks.
+- The bytes of a fetch over bare sockets, without a store (`kvstore/benchwire.py`): the floor of the cases on TCP.
 
 A case in which no block was rebuilt although servers were stopped or killed fails the benchmark.
 """
@@ -31,6 +32,7 @@ from efs.clusterfile import write_cluster
 from efs.fs import FileSystem
 from efs.limits import STRIPE_SHARDS
 from efs.osio import SystemIo
+from kvstore.benchwire import timed_bare_sockets
 from kvstore.benchwork import (
     BenchFailed,
     BenchReport,
@@ -60,12 +62,14 @@ END_S: Final = 10.0
 
 def run_served_bench(plan: Plan, progress: Progress = lambda share: None) -> BenchReport:
     """Run everything. BenchFailed when a run did not do its work."""
-    return run_cases(_all_cases, plan, Steps(6, lambda _: None, progress))
+    return run_cases(_all_cases, plan, Steps(7, lambda _: None, progress))
 
 
 async def _all_cases(plan: Plan, steps: Steps) -> list[Row]:
     work = make_work(plan)
     rows: list[Row] = []
+    steps.begin("bare sockets")
+    rows.append(timed_bare_sockets(plan, work).row("bytes of a fetch over bare TCP", None))
     steps.begin("servers on TCP")
     with _served(plan.directory / "tcp", plan, "tcp:127.0.0.1:0") as servers:
         await store_reference(servers.file, work)

@@ -24,19 +24,19 @@ MAX_FILE_LINES: Final = 600
 ORDER: Final = {
     "efs": """
         errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
-        contract slotreads sharedslab iothread batch hotmap nodeguard allocator eviction nodedir tables writejob
+        contract spans slotreads sharedslab iothread batch hotmap nodeguard allocator eviction nodedir tables writejob
         nodestate fill lookups nodereads placer nodewriter recovery verifier background collector debts burial node
         wire handshake messages endpoint stream scratch staging sparedir servedspare session server link remote cluster
         ownership clusterfile clustermap etcd spares
         hedge pinning
-        target unitread examine fetch reader joining health ask pieces survey quota writer pace listing sweep
+        target unitread early examine fetch reader joining health ask pieces survey quota writer pace listing sweep
         findings indexprobe nodeview tenantcount storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
         memory stripe mend rebuild repair progress scrub tombstones purge exposition statuspage serving upkeep fs
         joined moving groups clusterfs replace culprit fsckrepair
     """,
     "kvstore": """
-        config tenants tenancy buffers layout keys hit loopthread store localset benchwork bench benchserved connectors
-        demo machine traces cachemodels replayplan replay cli
+        config tenants tenancy buffers layout keys hit loopthread store localset benchwork bench benchwire benchserved
+        connectors demo machine traces cachemodels replayplan replay cli
     """,
     "gdr": """
         errors limits formats device cuda pinned pages counters timeline swapin prefix pagedcache runner sequence

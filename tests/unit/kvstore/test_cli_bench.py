@@ -94,6 +94,7 @@ def test_lost_nodes_were_really_lost_and_healthy_runs_rebuilt_nothing(report: Be
 def test_node_servers_are_measured_stopped_and_killed(tmp_path: Path) -> None:
     report = run_served_bench(replace(small_plan(tmp_path), runs=1))
     assert [(found.case, found.unit, found.target) for found in report.rows] == [
+        ("bytes of a fetch over bare TCP", "x memcpy", None),
         ("fetch over TCP, healthy", "x memcpy", 2.4),
         ("fetch over Unix sockets, healthy", "x memcpy", 2.4),
         ("fetch over Unix sockets, mapped, healthy", "x memcpy", 2.4),
