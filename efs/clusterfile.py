@@ -35,14 +35,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
 from efs.cluster import DURABILITIES, MOST_FILE_BYTES, Durability
+from efs.dirlock import locked_directory
 from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import CorruptRecord, FormatUnsupported, InvalidArgument, OpenFailed, StoreNotFound
 from efs.limits import ACK_SHARDS, FORMAT_VERSION, GROUP_RETENTION_SECONDS, MAX_CLUSTER_SPARES, STRIPE_SHARDS
@@ -278,25 +279,10 @@ def _change(io: Io, path: str, held: ClusterConfig, change: Callable[[_File], _F
     return config
 
 
-@contextmanager
-def _locked(io: Io, directory: str, path: str) -> Iterator[None]:
-    try:
-        fd = io.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise OpenFailed(directory, error) from error
-    try:
-        try:
-            io.lock(fd)
-        except BlockingIOError as error:
-            raise InvalidArgument(f"{path}: somebody else is changing it just now; nothing was written") from error
-        except OSError as error:
-            raise OpenFailed(directory, error) from error
-        try:
-            yield
-        finally:
-            io.unlock(fd)
-    finally:
-        io.close(fd)
+def _locked(io: Io, directory: str, path: str) -> AbstractContextManager[None]:
+    """Nobody else changes the file meanwhile."""
+    busy = InvalidArgument(f"{path}: somebody else is changing it just now; nothing was written")
+    return locked_directory(io, directory, lambda error: OpenFailed(directory, error), busy)
 
 
 def _write(io: Io, path: str, file: _File) -> None:

@@ -29,13 +29,14 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from secrets import token_bytes
 from typing import Any, Final
 
+from efs.dirlock import locked_directory
 from efs.errors import InvalidArgument, Locked, StoreNotFound
 from efs.osio import Io, SystemIo, read_exactly, replace_file
 
@@ -178,25 +179,10 @@ def _find(tenants: list[Tenant], name: str) -> Tenant:
     raise InvalidArgument(f"no tenant {name!r} in this store")
 
 
-@contextmanager
-def _exclusive(io: Io, root: str) -> Iterator[None]:
-    """Nobody else changes the file meanwhile: a lock on the root directory itself, so that no lock file is left
-    behind."""
-    try:
-        fd = io.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise StoreNotFound(root, error.strerror or str(error)) from error
-    try:
-        try:
-            io.lock(fd)
-        except BlockingIOError as error:
-            raise Locked(os.path.join(root, TENANTS_FILE), None) from error
-        try:
-            yield
-        finally:
-            io.unlock(fd)
-    finally:
-        io.close(fd)
+def _exclusive(io: Io, root: str) -> AbstractContextManager[None]:
+    """Nobody else changes the file meanwhile."""
+    return locked_directory(io, root, lambda error: StoreNotFound(root, error.strerror or str(error)),
+                            Locked(os.path.join(root, TENANTS_FILE), None))
 
 
 def _read(io: Io, path: str) -> bytes:

@@ -23,7 +23,7 @@ MAX_FILE_LINES: Final = 600
 
 ORDER: Final = {
     "efs": """
-        errors limits types osio metrics clock checksum codec placement shape shard extent slab index stamps gc
+        errors limits types osio dirlock metrics clock checksum codec placement shape shard extent slab index stamps gc
         contract spans slotreads sharedslab iothread batch hotmap nodeguard allocator eviction nodedir tables writejob
         nodestate fill lookups nodereads placer nodewriter recovery verifier background collector debts burial node
         wire handshake messages endpoint stream scratch staging sparedir servedspare session server link remote cluster

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,12 @@ def test_a_store_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 @pytest.fixture
 def watched(store: LaidStore) -> Iterator[Watched]:
-    """`kvstore top` on a terminal, and the terminal's other end."""
+    """`kvstore top` on a terminal, and the terminal's other end. Ctrl-C works also where whoever runs the tests was
+    started without it."""
     here, there = pty.openpty()
     process = subprocess.Popen(command("top", store.root, "--interval", "0.1"), cwd=ROOT, stdin=there, stdout=there,
-                               stderr=there, env=environment() | {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"})
+                               stderr=there, preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+                               env=environment() | {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"})
     os.close(there)
     yield process, here
     if process.poll() is None:
