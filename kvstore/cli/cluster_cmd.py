@@ -16,7 +16,7 @@ from efs.cluster import StoreConfig, read_store_config
 from efs.clusterfile import ClusterConfig, read_cluster, write_cluster
 from efs.clusterfs import open_cluster
 from efs.clustermap import ETCD_SCHEME, ClusterMap, MapPlace, ServerNote, parse_etcd_url
-from efs.endpoint import parse_endpoint
+from efs.endpoint import is_local, parse_endpoint
 from efs.errors import InvalidArgument, StoreNotFound
 from efs.etcd import EtcdStore
 from efs.fs import FileSystem
@@ -114,7 +114,11 @@ def init(
     if url is not None:
         with_etcd(url, _require_no_map)
     token_file = None if token_file is None else os.path.abspath(token_file)
-    warnings = FileSystem.init(root, config.capacity, durability=config.durability, extent_bytes=config.extent_bytes)
+    warnings = [*FileSystem.init(root, config.capacity, durability=config.durability,
+                                 extent_bytes=config.extent_bytes)]
+    if token_file is None and not all(is_local(parse_endpoint(address, root)) for address in addresses):
+        warnings.append("other machines reach these addresses: servers will not start there without a token, and "
+                        "clients need it too; make the cluster with --token-file")
     if listen == "unix":
         io.mkdir(os.path.join(root, SOCKETS))
     store = read_store_config(io, root)
@@ -129,7 +133,7 @@ def init(
         terminal.remark(f"warning: {warning}")
     terminal.result(
         {"cluster": where, "root": root, "capacity_bytes": config.capacity, "durability": store.durability,
-         "nodes": list(store.node_paths), "addresses": list(addresses), "warnings": list(warnings)},
+         "nodes": list(store.node_paths), "addresses": list(addresses), "warnings": warnings},
         lambda console: console.print(
             f"cluster made at {where}: {human_bytes(config.capacity or 0)}, {store.durability}; "
             f"serve {store.node_paths[0]} at {parse_endpoint(addresses[0], root)}, and so on"

@@ -146,6 +146,18 @@ def test_a_cluster_that_cannot_be_listened_at_is_not_made(tmp_path: Path, listen
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize(("listen", "token", "warned"), [
+    ("tcp:10.0.0.7:7400", False, True), ("tcp:10.0.0.7:7400", True, False), ("tcp:127.0.0.1:7400", False, False),
+])
+def test_a_cluster_that_other_machines_reach_is_made_with_a_word_about_the_token_it_needs(
+    tmp_path: Path, listen: str, token: bool, warned: bool
+) -> None:
+    words = ["--token-file", str(tmp_path / "token")] if token else []
+    outcome = run("--json", "cluster", "init", str(tmp_path / "c"), "--capacity", CAPACITY, "--listen", listen, *words)
+    assert outcome.code == 0
+    assert any("--token-file" in warning for warning in outcome.document()["warnings"]) == warned
+
+
 # -- Ending ----------------------------------------------------------------------------------------------------------
 
 
