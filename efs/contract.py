@@ -176,9 +176,10 @@ class Node(Protocol):
         ...
 
     async def get(self, keys: Sequence[bytes], sink: GetSink, deadline: Deadline) -> None:
-        """Give the table of the keys to the sink. A node for which another question costs a round trip goes on with the
-        wanted headers and shards, as `read` does with the places that the sink then names; others stop there. What did
-        not land when it ends, in whatever way, is to be read as if it had not been asked for."""
+        """Give the table of the keys to the sink. A node for which another question costs a round trip gives the wanted
+        headers with it, if it has them in memory, and goes on with shards, as `read` does with the places that the sink
+        then names; others stop there. What did not land when it ends, in whatever way, is to be read as if it had not
+        been asked for."""
         ...
 
     async def headers(self, locations: NDArray[np.int64], generations: NDArray[np.uint64], segments: int,

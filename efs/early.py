@@ -154,14 +154,19 @@ class EarlyShards:
         reads.ask_beside_taken()
 
     def close(self) -> None:
-        """Nothing lands any more."""
+        """Nothing lands any more, and nobody is told of tables: what is late then holds neither fetch nor buffer."""
         self._closed = True
+        self.table_came = _nobody
         for _, spans in self._named.values():
             for early in spans:
                 early.landing.revoked = True
         for buffer in self._parity.values():
             self._scratch.give(buffer)
         self._parity.clear()
+
+
+def _nobody(node_index: int, table: NodeTable) -> None:
+    """Who is told of tables after the fetch."""
 
 
 def _within(early: EarlySpan, unit: Unit) -> bool:

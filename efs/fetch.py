@@ -286,7 +286,7 @@ class Fetch:
             reads.event.clear()
             while reads.suspects:
                 unit, row = reads.suspects.pop()
-                if unit.open[row]:
+                if unit.open[row] and reads.disagrees(unit, row):
                     await examine(reads, self._keys, unit, row)
             now = self._context.clock.monotonic()
             before, slow = slow, self._context.lags.slow(now)
@@ -380,6 +380,10 @@ class Fetch:
         self._early.close()
         for task in self._table_tasks.values():
             task.cancel()
+            # An ended task remembers the frames that it was cancelled in: held by those it would hold the buffer.
+            self._context.background.add(task)
+            task.add_done_callback(self._context.background.discard)
+        self._table_tasks.clear()
 
 
 def _leading(flags: NDArray[np.bool_]) -> int:

@@ -426,11 +426,12 @@ class Session:
         return encode_outcome(outcome)
 
     async def _get(self, node: Node, request_id: int, ask: GetAsk, deadline: Deadline) -> bytes:
-        """Send the table with what headers are wanted, then the slots of the stretches."""
+        """Send the table, with wanted headers if they are in memory: it does not wait for a disk. Then the slots of the
+        stretches."""
         table = node.look_up_now(ask.keys)
         if table is None:
             table = await node.look_up(ask.keys, deadline)
-        headers = await _headers_of(node, table, ask.segments, deadline) if ask.segments else None
+        headers = _headers_of(node, table, ask.segments) if ask.segments else None
         self._stream.send(encode_frame(Kind.TABLE, request_id, encode_get_table(table, headers)))
         spans = [Span(location, count, ask.shard_bytes, ask.slot_bytes)
                  for stretch in cuts(table.location, ask.stretches) for _, location, count in stretch]
@@ -520,13 +521,14 @@ async def _headers(node: Node, locations: NDArray[np.int64], generations: NDArra
     return (found if found is not None else await node.headers(locations, generations, segments, deadline)).tobytes()
 
 
-async def _headers_of(node: Node, table: NodeTable, segments: int, deadline: Deadline) -> NDArray[np.uint8]:
-    """One for each row of a table, of zeros where nothing is held."""
-    rows = np.zeros((len(table.location), header_bytes(segments)), np.uint8)
+def _headers_of(node: Node, table: NodeTable, segments: int) -> NDArray[np.uint8] | None:
+    """One for each row of a table, of zeros where nothing is held; None where that is not in memory."""
     held = np.flatnonzero(table.location != ABSENT)
-    locations, generations = table.location[held], table.generation[held]
-    found = node.headers_now(locations, generations, segments)
-    rows[held] = found if found is not None else await node.headers(locations, generations, segments, deadline)
+    found = node.headers_now(table.location[held], table.generation[held], segments)
+    if found is None:
+        return None
+    rows = np.zeros((len(table.location), header_bytes(segments)), np.uint8)
+    rows[held] = found
     return rows
 
 

@@ -430,6 +430,13 @@ class UnitReads:
                 self.suspects.append((unit, row))
         return False
 
+    def disagrees(self, unit: Unit, row: int) -> bool:
+        """Whether a segment of a block is all in hand and not what its header says. A suspect that was examined while
+        more of its block landed may be in `suspects` once more, and the doubt be over."""
+        block = unit.start + row
+        return any(not self.good[segment, block] and (unit.state[list(shards), row] == Shard.HAVE).all()
+                   for segment, shards in enumerate(self.target.shape.segment_shards))
+
     def _close_rows(self, unit: Unit) -> None:
         done = self.good[:, unit.start : unit.stop].all(axis=0) | self.dead[unit.start : unit.stop]
         unit.open &= ~done

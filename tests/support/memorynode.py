@@ -100,12 +100,13 @@ class MemoryNode:
         return self._table(keys)
 
     async def get(self, keys: Sequence[bytes], sink: GetSink, deadline: Deadline) -> None:
-        table, headers = await self.look_up(keys, deadline), None
-        if self.streams and sink.segments:
-            headers = await self.headers(table.location, table.generation, sink.segments, deadline)
-        sink.table_came(table, headers)
+        table = await self.look_up(keys, deadline)
+        sink.table_came(table, self._headers_with(table, sink.segments) if self.streams and sink.segments else None)
         if self.streams:
             await self.read(sink.places(), sink.landed, deadline)
+
+    def _headers_with(self, table: NodeTable, segments: int) -> NDArray[np.uint8] | None:
+        return self._headers(table.location, table.generation, segments)
 
     def _table(self, keys: Sequence[bytes]) -> NodeTable:
         count = len(keys)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efs.clock import Clock, Deadline
-from efs.contract import Landing, Span
+from efs.contract import Landing, NodeTable, Span
 from efs.errors import NodeUnavailable
 from tests.support.memorynode import MemoryNode
 
@@ -42,6 +42,9 @@ class SlowReadNode(MemoryNode):
         self.headers_asked += 1
         await self.header_gate.wait()
         return await super().headers(locations, generations, segments, deadline)
+
+    def _headers_with(self, table: NodeTable, segments: int) -> None:
+        """As little as with `headers_now`."""
 
     def views_now(self, spans: Sequence[Span]) -> Sequence[NDArray[np.uint8] | None] | None:
         self._serve()
