@@ -134,8 +134,10 @@ class EarlyShards:
     def hand_over(self, reads: UnitReads, units: Sequence[Unit]) -> None:
         """Let the units take what they can, and revoke the rest. From now on no span is added."""
         self._reads = reads
-        starts = [unit.start for unit in units]
+        now, starts = reads.context.clock.monotonic(), [unit.start for unit in units]
         for node_index, (locations, spans) in self._named.items():
+            if any(early.here for early in spans):
+                reads.context.lags.observe(node_index, 0.0, now)
             unlike = np.flatnonzero(reads.pins.location[node_index] != locations).tolist()
             for early in spans:
                 at = bisect_right(starts, early.start) - 1

@@ -278,6 +278,24 @@ async def test_a_deadline_leaves_nothing_that_could_land() -> None:
     assert bytes(out) == left
 
 
+async def test_shards_that_come_before_the_last_table_are_prompt() -> None:
+    group, blocks = Group(), make_blocks(40, run=40)
+    await group.store(blocks)
+    lags, healed, last = group.reader.context.lags, group.node_of(blocks, 0, 1), group.node_of(blocks, 0, 2)
+    lags.observe(healed.node_index, 0.2, CLOCK.monotonic())
+    assert lags.slow(CLOCK.monotonic())[healed.node_index]
+    out = space(blocks)
+    for _ in range(20):
+        healed.early = 0
+        last.table_gate.clear()
+        fetch = asyncio.create_task(group.fetch(blocks, out))
+        while not healed.early:
+            await asyncio.sleep(0)
+        last.table_gate.set()
+        assert (await fetch).blocks == 40
+    assert not lags.slow(CLOCK.monotonic())[healed.node_index]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_nothing_holds_the_callers_buffer_after_the_call(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
     group, blocks = Group(), make_blocks(64, run=64)
