@@ -121,7 +121,7 @@ class GetSink(Protocol):
         ...
 
     def places(self) -> Sequence[tuple[Span, Landing]]:
-        """After the table, by a node that goes on with shards: where they go, cut and ordered as `efs.early.cuts` says
+        """After the table, by a node that goes on with shards: where they go, cut and ordered as `efs.spans.cuts` says
         of the locations in its table."""
         ...
 

@@ -148,11 +148,11 @@ class EarlyShards:
                                                here=early.here)
                 else:
                     early.landing.revoked = True
-        for (start, shard), buffer in self._parity.items():
+        while self._parity:
+            (start, shard), buffer = self._parity.popitem()
             at = bisect_right(starts, start) - 1
             if at < 0 or not reads.take_parity(units[at], start, shard, buffer):
                 self._scratch.give(buffer)
-        self._parity.clear()
         reads.ask_beside_taken()
 
     def close(self) -> None:

@@ -116,6 +116,8 @@ class Fetch:
     # -- tables and headers ---------------------------------------------------------------------------------------
 
     async def _fetch_tables(self) -> None:
+        nodes = self._context.nodes
+        first = next((index for index in self._header_nodes if not (node := nodes[index]) or not node.suspect), None)
         for node_index, node in enumerate(self._context.nodes):
             if node is None:
                 self._pins.fail(node_index)
@@ -128,7 +130,7 @@ class Fetch:
             if table is not None:
                 self._add_table(node_index, table)
             else:
-                wants_headers = node_index == self._header_nodes[0]
+                wants_headers = node_index == first
                 self._sinks[node_index] = self._early.sink(node_index, wants_headers=wants_headers)
                 self._table_tasks[node_index] = asyncio.ensure_future(self._get(node_index, node))
         self._pins.resolve()
@@ -172,13 +174,13 @@ class Fetch:
     async def _get(self, node_index: int, node: Node) -> None:
         sink = self._sinks[node_index]
         try:
-            await node.get(self._keys, sink, self._deadline)
-        except EfsError:
+            with suppress(EfsError):
+                await node.get(self._keys, sink, self._deadline)
+        finally:
+            sink.ended()
             if not sink.answered:
                 self._pins.fail(node_index)
                 self._event.set()
-        finally:
-            sink.ended()
 
     def _add_table(self, node_index: int, table: NodeTable) -> None:
         if self._reads is None:
@@ -268,12 +270,13 @@ class Fetch:
                                             fields["tenant_tag"][row].tobytes(), fields["digest"][row].tobytes())
 
     def _stretches(self, headed: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
-        """(start, stop, rotation, spare shard) of neighbouring blocks of one run that have a header."""
+        """(start, stop, rotation, spare shard) of neighbouring blocks of one run that have a header, cut at every
+        UNIT_BLOCKS of the run, as what comes behind tables is."""
         return [
-            (first, min(first + UNIT_BLOCKS, start + high), rotation_of(group), spare_shard_of(group))
+            (max(first, start + low), min(first + UNIT_BLOCKS, start + high), rotation_of(group), spare_shard_of(group))
             for start, stop, group in self._runs
             for low, high in stretches(headed[start:stop])
-            for first in range(start + low, start + high, UNIT_BLOCKS)
+            for first in range(start + low - low % UNIT_BLOCKS, start + high, UNIT_BLOCKS)
         ]
 
     # -- settling -------------------------------------------------------------------------------------------------

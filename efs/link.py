@@ -310,6 +310,8 @@ class Link:
             pending = self._pending[header.request_id]
             if pending.pieces is not None:
                 self._tell(pending, partial(pending.pieces.table_came, metadata))
+            elif pending.answer is not None and not pending.answer.done():
+                raise WireError("a table that was not asked for")
         else:
             self._answered(self._pending.pop(header.request_id), header, metadata)
 

@@ -12,7 +12,7 @@ of rows follow from lengths where they can; where they cannot, a request begins 
       TABLE   uint32 bytes of a header or 0; a header for each key, of zeros where there is none; then the answer to a
               LOOK_UP
       PIECE   as of a READ of the spans into which the table cuts the stretches (`efs/spans.py`)
-      answer  empty, after the last piece
+      answer  empty, after the last piece, or right behind the table: then the client asks for shards by READs
     HEADERS   uint32 rows, uint32 segments; locations; generations
       answer  the headers, one after the other
     READ      uint32 rows, then of each span: int64 location, uint32 slots, uint32 shard bytes, uint32 slot bytes
@@ -85,7 +85,7 @@ _PUT: Final = struct.Struct("<IIIIIBQ")
 _TOUCH: Final = struct.Struct("<IB")
 _GET: Final = struct.Struct("<IIII")
 _COUNT: Final = struct.Struct("<I")
-_STRETCHES: Final = np.dtype("<u4")
+_BOUND: Final = np.dtype("<u4")
 _LIST: Final = struct.Struct("<IB")
 _POSITION: Final = struct.Struct("<Q")
 _VERSION: Final = np.dtype([("row", "<u4"), ("digest", "V16"), ("location", "<i8"), ("generation", "<u8"),
@@ -185,16 +185,16 @@ class GetAsk:
 
 def encode_get(ask: GetAsk) -> bytes:
     head = _GET.pack(len(ask.keys), ask.shard_bytes, ask.slot_bytes, ask.segments)
-    return b"".join((head, *ask.keys, np.array(ask.stretches, _STRETCHES).tobytes()))
+    return b"".join((head, *ask.keys, np.array(ask.stretches, _BOUND).tobytes()))
 
 
 def decode_get(data: bytes) -> GetAsk:
     """An ask that can be answered: no key's shard twice, and a table that fits a frame."""
     count, shard_bytes, slot_bytes, segments = _unpack(_GET, data)
     start = _GET.size + count * KEY_BYTES
-    if len(data) < start or (len(data) - start) % (2 * _STRETCHES.itemsize):
+    if len(data) < start or (len(data) - start) % (2 * _BOUND.itemsize):
         raise WireError(f"a get of {count} keys in {len(data)} bytes")
-    bounds = np.frombuffer(data, _STRETCHES, -1, start).astype(np.int64).reshape(-1, 2)
+    bounds = np.frombuffer(data, _BOUND, -1, start).astype(np.int64).reshape(-1, 2)
     if len(bounds) and ((bounds[:, 0] >= bounds[:, 1]).any() or int(bounds.max()) > count
                         or (np.diff(np.sort(bounds, axis=0).reshape(-1)) < 0).any()):
         raise WireError("stretches of keys that a get does not have, or has twice")

@@ -315,7 +315,8 @@ class RemoteNode:
 
 
 class _Answer:
-    """`efs.link.Pieces` for a get: its table, then what it names places for."""
+    """`efs.link.Pieces` for a get: its table, then what it names places for. All of that or nothing: a server that does
+    not go on behind its tables ends there."""
 
     def __init__(self, ask: GetAsk, sink: GetSink) -> None:
         self._ask = ask
@@ -343,7 +344,7 @@ class _Answer:
         self._shards().came(position)
 
     def whole(self, position: int) -> bool:
-        return self._landings is not None and self._landings.whole(position)
+        return self._landings is not None and (position == 0 or self._landings.whole(position))
 
 
 class _Landings:

@@ -7,7 +7,8 @@ its tasks are.
 *Bounds.* Before the handshake is done, frames have no body and WIRE_HANDSHAKE_BYTES of metadata. Then WIRE_IN_FLIGHT
 requests at a time. The bytes of all requests of all connections are counted against one budget (`Intake`) before they
 are received; a put that does not fit is received into nowhere and refused, so that the connection lives on. READs are
-read as fast as the client takes them, WIRE_SEND_QUEUE_BYTES ahead.
+read as fast as the client takes them, WIRE_SEND_QUEUE_BYTES ahead; of a client that does not take that many bytes of
+answers no request is begun.
 
 *Bodies* are received into memory that is used again for later ones, once the node has answered the put: then nothing
 refers to it. A put that was cancelled, failed or came to its deadline may still be written from its body, which is
@@ -393,6 +394,7 @@ class Session:
         try:
             try:
                 async with asyncio.timeout(header.deadline_ms / 1000):
+                    await self._stream.room(WIRE_SEND_QUEUE_BYTES)
                     answer = encode_frame(Kind.ANSWER, header.request_id, await work(deadline))
             except TimeoutError as error:
                 raise NodeUnavailable(node_index, "no answer by the deadline") from error
@@ -427,12 +429,15 @@ class Session:
 
     async def _get(self, node: Node, request_id: int, ask: GetAsk, deadline: Deadline) -> bytes:
         """Send the table, with wanted headers if they are in memory: it does not wait for a disk. Then the slots of the
-        stretches."""
+        stretches, unless tables of other nodes of this process would wait for them: the client waits for all tables."""
         table = node.look_up_now(ask.keys)
         if table is None:
             table = await node.look_up(ask.keys, deadline)
+        await self._stream.room(WIRE_SEND_QUEUE_BYTES)
         headers = _headers_of(node, table, ask.segments) if ask.segments else None
         self._stream.send(encode_frame(Kind.TABLE, request_id, encode_get_table(table, headers)))
+        if len(self._host.nodes) > 1:
+            return b""
         spans = [Span(location, count, ask.shard_bytes, ask.slot_bytes)
                  for stretch in cuts(table.location, ask.stretches) for _, location, count in stretch]
         return await self._read(node, request_id, spans, deadline) if spans else b""

@@ -15,7 +15,8 @@ from efs.contract import ABSENT
 def cuts(locations: NDArray[np.int64], stretches: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
     """For each [start, stop) of rows its neighbouring slots: (first row, first location, count) in row order. Rows that
     are ABSENT are left out."""
-    broken = (np.flatnonzero((np.diff(locations) != 1) | (locations[:-1] == ABSENT)) + 1).tolist()
+    absent = locations == ABSENT
+    broken = (np.flatnonzero((np.diff(locations) != 1) | absent[:-1] | absent[1:]) + 1).tolist()
     found: list[list[tuple[int, int, int]]] = []
     for start, stop in stretches:
         edges = (start, *broken[bisect_right(broken, start) : bisect_left(broken, stop)], stop)

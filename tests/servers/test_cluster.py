@@ -91,7 +91,7 @@ async def test_what_is_put_is_found_and_fetched(filesystem: GroupedFileSystem) -
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_healthy_fetch_is_one_round_trip_to_each_node(
+async def test_a_healthy_fetch_is_one_round_trip_to_each_node_that_has_a_server_of_its_own(
     filesystem: GroupedFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = await stored(filesystem, 45)
@@ -104,7 +104,20 @@ async def test_a_healthy_fetch_is_one_round_trip_to_each_node(
 
     monkeypatch.setattr(Link, "ask", counted)
     await all_hit(filesystem, blocks)
-    assert asked == [Kind.GET] * 12
+    assert asked == [Kind.GET] * 12 + [Kind.READ] * 9
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_block_of_another_shape_costs_no_other_block(filesystem: GroupedFileSystem) -> None:
+    """Its slots cannot be read as those of its neighbours: a server ends the get there, the rest is read."""
+    blocks = make_blocks(BLOCKS, seed=46, shape=SHAPE, run=64)
+    other = make_blocks(1, seed=47, shape=BlockShape(20_480, (20_480,)), keys=blocks.keys[70:71])
+    await filesystem.put(other.items, other.shape, other.data, deadline_ms=DEADLINE_MS)
+    report = await filesystem.put(blocks.items, SHAPE, blocks.data, deadline_ms=DEADLINE_MS)
+    assert report.failed == 0
+    found = await fetch(filesystem, blocks)
+    assert found.ok == tuple(at != 70 for at in range(BLOCKS))
+    assert (found.rebuilt, found.missing) == (0, 0)
 
 
 async def test_several_clients_have_one_cluster_open_at_once(

@@ -124,6 +124,7 @@ def named(header: Header, rows: int = 4, *, headers: int = 0) -> bytes:
 
 WRONG_GETS: dict[str, Answer] = {
     "shards before their table": lambda h, m: [piece(h, 0, bytes(2 * SLOT)), named(h), end(h)],
+    "a connection that ends in a shard": lambda h, m: [named(h), piece(h, 0, bytes(2 * SLOT))[:-200], CLOSE],
     "no table": lambda h, m: [end(h)],
     "a second table": lambda h, m: [named(h), named(h), piece(h, 0, bytes(2 * SLOT)), end(h)],
     "a table of other keys": lambda h, m: [named(h, 5), piece(h, 0, bytes(2 * SLOT)), end(h)],
@@ -152,6 +153,25 @@ async def test_a_get_that_is_answered_wrongly_is_an_unavailable_node(what: str) 
         assert sink.headers is not None
         assert sink.headers.shape == (4, header_bytes(1))
         assert bytes(sink.buffer) == b"\xa5" * SLOT + b"\x11" * 2 * SLOT + b"\xa5" * SLOT
+
+
+async def test_a_server_may_end_its_answer_behind_the_table() -> None:
+    async with answered(lambda h, m: [named(h), end(h)]) as (node, server, _):
+        sink = Sink()
+        await node.get(make_keys(4, 1), sink, soon())
+        assert sink.table is not None
+        assert sink.seen == []
+        assert bytes(sink.buffer) == b"\xa5" * 4 * SLOT
+        assert server.lost == 0
+
+
+@pytest.mark.parametrize("kind", [Kind.LOOK_UP, Kind.INFO])
+async def test_a_table_for_a_request_that_asks_for_none_is_an_unavailable_node(kind: Kind) -> None:
+    async with answered(lambda h, m: [named(h), end(h)]) as (node, server, counters):
+        with pytest.raises(NodeUnavailable):
+            await (node.look_up(make_keys(4, 1), soon()) if kind is Kind.LOOK_UP else node.info(soon()))
+        assert server.asked == [kind]
+        assert counters.get("remote_lost") == 1
 
 
 async def test_shards_behind_a_table_that_are_revoked_meanwhile_land_nowhere() -> None:
