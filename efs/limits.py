@@ -231,6 +231,9 @@ WIRE_RECEIVE_BYTES: Final = 128 * MIB
 WIRE_KEPT_BYTES: Final = 16 * MIB
 """Memory of bodies that a server keeps for the next ones: two of a piece of a put. Fresh pages cost more than receiving
 into them does."""
+WIRE_LARGE_ANSWERS: Final = 8
+"""Tables, headers and lists that a server makes for one connection at a time, of up to WIRE_METADATA_BYTES each; those
+of more requests wait until the client has taken these."""
 WIRE_IN_FLIGHT: Final = 256
 """Requests of one connection that are not answered yet: what the queue of a node's thread takes."""
 WIRE_CONNECTIONS: Final = 1_024

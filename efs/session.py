@@ -7,8 +7,8 @@ its tasks are.
 *Bounds.* Before the handshake is done, frames have no body and WIRE_HANDSHAKE_BYTES of metadata. Then WIRE_IN_FLIGHT
 requests at a time. The bytes of all requests of all connections are counted against one budget (`Intake`) before they
 are received; a put that does not fit is received into nowhere and refused, so that the connection lives on. READs are
-read as fast as the client takes them, WIRE_SEND_QUEUE_BYTES ahead; of a client that does not take that many bytes of
-answers no request is begun.
+read as fast as the client takes them, WIRE_SEND_QUEUE_BYTES ahead. Of tables, headers and lists WIRE_LARGE_ANSWERS are
+made at a time, and none while more than that many bytes wait for the client.
 
 *Bodies* are received into memory that is used again for later ones, once the node has answered the put: then nothing
 refers to it. A put that was cancelled, failed or came to its deadline may still be written from its body, which is
@@ -68,6 +68,7 @@ from efs.limits import (
     WIRE_HANDSHAKE_BYTES,
     WIRE_HANDSHAKE_MS,
     WIRE_IN_FLIGHT,
+    WIRE_LARGE_ANSWERS,
     WIRE_LOST_MS,
     WIRE_PIECE_BYTES,
     WIRE_SEND_QUEUE_BYTES,
@@ -108,6 +109,7 @@ from efs.wire import Header, Kind, encode_frame
 _LOG: Final = logging.getLogger(__name__)
 _REQUESTS: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.READ, Kind.PUT, Kind.DROP, Kind.VERIFY, Kind.LIST,
                               Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES, Kind.TAKE_PLACE, Kind.GET})
+_LARGE_ANSWERS: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.LIST})
 
 
 @dataclass(slots=True)
@@ -204,6 +206,7 @@ class Session:
         self._body: bytearray | None = None
         self._nowhere = memoryview(bytearray())
         self._closing = False
+        self._large = asyncio.Semaphore(WIRE_LARGE_ANSWERS)
         self._stream = Stream(connection, self, host.clock, self._lost, host.ahead)
 
     @property
@@ -394,8 +397,7 @@ class Session:
         try:
             try:
                 async with asyncio.timeout(header.deadline_ms / 1000):
-                    await self._stream.room(WIRE_SEND_QUEUE_BYTES)
-                    answer = encode_frame(Kind.ANSWER, header.request_id, await work(deadline))
+                    answer = encode_frame(Kind.ANSWER, header.request_id, await self._made(header.kind, work, deadline))
             except TimeoutError as error:
                 raise NodeUnavailable(node_index, "no answer by the deadline") from error
         except EfsError as error:
@@ -408,6 +410,14 @@ class Session:
             answer = encode_frame(Kind.ERROR, header.request_id, encode_error(broken))
         self._running.pop(header.request_id, None)
         self._stream.send(answer)
+
+    async def _made(self, kind: Kind, work: Callable[[Deadline], Awaitable[bytes]], deadline: Deadline) -> bytes:
+        """The answer; a large one only with room for it."""
+        if kind not in _LARGE_ANSWERS:
+            return await work(deadline)
+        async with self._large:
+            await self._stream.room(WIRE_SEND_QUEUE_BYTES)
+            return await work(deadline)
 
     def _over(self, node_index: int, request_id: int, held: int, task: asyncio.Task[None]) -> None:
         """Of every request; one that was cancelled before its task began was not answered by it."""
@@ -430,12 +440,13 @@ class Session:
     async def _get(self, node: Node, request_id: int, ask: GetAsk, deadline: Deadline) -> bytes:
         """Send the table, with wanted headers if they are in memory: it does not wait for a disk. Then the slots of the
         stretches, unless tables of other nodes of this process would wait for them: the client waits for all tables."""
-        table = node.look_up_now(ask.keys)
-        if table is None:
-            table = await node.look_up(ask.keys, deadline)
-        await self._stream.room(WIRE_SEND_QUEUE_BYTES)
-        headers = _headers_of(node, table, ask.segments) if ask.segments else None
-        self._stream.send(encode_frame(Kind.TABLE, request_id, encode_get_table(table, headers)))
+        async with self._large:
+            await self._stream.room(WIRE_SEND_QUEUE_BYTES)
+            table = node.look_up_now(ask.keys)
+            if table is None:
+                table = await node.look_up(ask.keys, deadline)
+            headers = _headers_of(node, table, ask.segments) if ask.segments else None
+            self._stream.send(encode_frame(Kind.TABLE, request_id, encode_get_table(table, headers)))
         if len(self._host.nodes) > 1:
             return b""
         spans = [Span(location, count, ask.shard_bytes, ask.slot_bytes)

@@ -23,7 +23,9 @@ from efs.limits import (
     WIRE_FRAME_MS,
     WIRE_HANDSHAKE_MS,
     WIRE_IN_FLIGHT,
+    WIRE_LARGE_ANSWERS,
     WIRE_METADATA_BYTES,
+    WIRE_SEND_QUEUE_BYTES,
 )
 from efs.messages import GetAsk, decode_error, encode_error, encode_get, encode_keys, encode_position, encode_put
 from efs.session import MapSeen
@@ -438,6 +440,27 @@ async def test_memory_under_garbage_stays_below_two_frames() -> None:
 
 
 # -- Late bytes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "ask", "answer_bytes"), [
+    (Kind.GET, encode_get(GetAsk(make_keys(30_000, 1), [], 100, 128, 0)), 30_000 * 34),
+    (Kind.LOOK_UP, encode_keys(make_keys(30_000, 1)), 30_000 * 34),
+])
+async def test_a_client_that_does_not_take_its_answers_has_no_further_request_begun(
+    kind: Kind, ask: bytes, answer_bytes: int
+) -> None:
+    async with served_memory() as served:
+        client = await RawClient.admitted(served.endpoint, HELLO)
+        for number in range(1, 41):
+            await client.send(encode_frame(kind, number, ask, deadline_ms=20_000))
+        (session,) = served.server._sessions
+        assert await came_true(lambda: session._stream.queued_bytes > WIRE_SEND_QUEUE_BYTES)
+        await asyncio.sleep(0.5)
+        assert session._stream.queued_bytes < WIRE_SEND_QUEUE_BYTES + WIRE_LARGE_ANSWERS * answer_bytes
+        assert session.in_flight > 20
+        answered = {(await client.frame())[0].request_id for _ in range(40 if kind is Kind.LOOK_UP else 80)}
+        assert answered == set(range(1, 41))
+        client.close()
 
 
 async def test_nothing_lands_once_a_read_was_given_up_or_revoked() -> None:
