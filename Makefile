@@ -23,8 +23,10 @@ HASH := $(shell cat pyproject.toml constraints.txt Makefile | sha256sum | cut -c
 VLLM_SET_UP := $(VLLM_VENV)/.set-up-$(HASH)
 SET_UP := $(VENV)/.set-up-$(HASH)
 
-# What two processes test beside each other. Chaos, servers and models load the machine themselves: one after the other.
+# What two processes test beside each other, and of what each takes whole files, which have their servers and models in
+# common. Chaos and engines load the machine themselves: one after the other.
 TOGETHER := tests/unit tests/contract tests/crash
+BY_FILE := tests/servers tests/gdr tests/demo
 TESTS ?=
 SEED ?= 1
 SECONDS ?= 600
@@ -80,7 +82,8 @@ ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
 else
 	$(BIN)/python -m pytest --numprocesses 2 $(TOGETHER)
-	$(BIN)/python -m pytest tests $(TOGETHER:%=--ignore=%)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(BY_FILE)
+	$(BIN)/python -m pytest tests $(patsubst %,--ignore=%,$(TOGETHER) $(BY_FILE))
 endif
 
 $(VLLM_SET_UP):
