@@ -19,18 +19,19 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from efs.contract import Landing, NodeTable, Span, Stride
+from efs.contract import Landing, NodeTable, Span
 from efs.hedge import Unit
 from efs.limits import DATA_SHARDS, STRIPE_SHARDS, UNIT_BLOCKS
 from efs.placement import rotation_of, shard_of_node, spare_shard_of
 from efs.scratch import Scratch
 from efs.spans import cuts
 from efs.target import Target
-from efs.unitread import Request, UnitReads
+from efs.unitread import Request, UnitReads, parity_landing
 
 TableCame = Callable[[int, NodeTable], None]
 
@@ -85,10 +86,10 @@ class EarlyShards:
             shard = shard_of_node(node_index, rotation_of(group))
             if shard != spare_shard_of(group):
                 found += [(shard, first, min(first + UNIT_BLOCKS, stop)) for first in range(start, stop, UNIT_BLOCKS)]
-        order = self._order()
-        found.sort(key=lambda stretch: order[stretch[0]])
+        found.sort(key=lambda stretch: self._order[stretch[0]])
         return found
 
+    @cached_property
     def _order(self) -> list[int]:
         """By shard the first segment that needs it; parity last."""
         segments = self.target.shape.segment_shards
@@ -108,7 +109,7 @@ class EarlyShards:
         buffer = self._parity.get((stretch[0], shard))
         if buffer is None:
             buffer = self._parity[stretch[0], shard] = self._scratch.take(size * (stretch[1] - stretch[0]))
-        return Landing(memoryview(buffer), (Stride(0, size, (start - stretch[0]) * size, size),))
+        return parity_landing(buffer, start - stretch[0], size)
 
     def add(self, node_index: int, locations: NDArray[np.int64], spans: Sequence[EarlySpan]) -> None:
         """What a node goes on with behind its table, which has these locations."""

@@ -116,8 +116,8 @@ class Fetch:
     # -- tables and headers ---------------------------------------------------------------------------------------
 
     async def _fetch_tables(self) -> None:
-        nodes = self._context.nodes
-        first = next((index for index in self._header_nodes if not (node := nodes[index]) or not node.suspect), None)
+        first = next((index for index in self._header_nodes
+                      if (node := self._context.nodes[index]) is not None and not node.suspect), None)
         for node_index, node in enumerate(self._context.nodes):
             if node is None:
                 self._pins.fail(node_index)

@@ -205,7 +205,6 @@ class Session:
         self._put: PutHead | None = None
         self._body: bytearray | None = None
         self._nowhere = memoryview(bytearray())
-        self._closing = False
         self._large = asyncio.Semaphore(WIRE_LARGE_ANSWERS)
         self._stream = Stream(connection, self, host.clock, self._lost, host.ahead)
 

@@ -85,6 +85,11 @@ def stretches(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     return iter([(int(low), int(high)) for low, high in edges.reshape(-1, 2)])
 
 
+def parity_landing(buffer: bytearray, row: int, shard_bytes: int) -> Landing:
+    """Where a parity shard from `row` on belongs in memory that has one for each block of a unit."""
+    return Landing(memoryview(buffer), (Stride(0, shard_bytes, row * shard_bytes, shard_bytes),))
+
+
 class UnitReads:
     """All units of one fetch. `expected[t]` lists the pinned header's hash of segment t for each block.
 
@@ -267,8 +272,7 @@ class UnitReads:
     def _landing(self, unit: Unit, shard: int, low: int) -> Landing:
         if shard < DATA_SHARDS:
             return self.target.landing(shard, unit.start + low)
-        size = self._shard_bytes
-        return Landing(memoryview(self._parity_buffer(unit, shard)), (Stride(0, size, low * size, size),))
+        return parity_landing(self._parity_buffer(unit, shard), low, self._shard_bytes)
 
     def _parity_buffer(self, unit: Unit, shard: int) -> bytearray:
         buffer = self._parity.get((unit.start, shard))

@@ -9,12 +9,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvstore.localset import start, stop
 from tests.support.cli import ROOT, run
 
+LIVE = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(1200),
+    pytest.mark.engines,
+]
+"""Marks of tests with engines in processes of their own."""
 PROCESS_DEADLINE_S = 600
 CAPACITY = "2GiB"
 IN_ONE_PROCESS = {"distributed_executor_backend": "uni"}

@@ -7,12 +7,10 @@ every round asks the store.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 from tests.engines.enginerun import (
+    LIVE,
     STEPS,
     Engine,
     cached_of,
@@ -23,11 +21,7 @@ from tests.engines.enginerun import (
     tokens_of,
 )
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.timeout(1200),
-    pytest.mark.engines,
-]
+pytestmark = LIVE
 
 
 def test_llama_goes_on_from_the_tier_and_every_failure_is_recomputed_to_the_same_tokens(
