@@ -12,7 +12,7 @@ Cases:
   capacity (aged); all nodes there, one or two directories gone. The first segment's time comes from the same runs.
 - cold: the same with the page cache of the slabs and indexes dropped before every run, the store opened anew.
 - match: hashing 100,000 tokens and matching 757 blocks.
-- put: 757 blocks with new keys.
+- put: 757 blocks with new keys, into slabs that are in the page cache.
 - memory: the most that a first fetch holds beside its destination, as tracemalloc counts, and as the process's peak.
 
 Ageing: sessions that grow by turns, several at a time, old ones read again, until the records written are three times
@@ -107,7 +107,7 @@ async def _all_cases(plan: Plan, steps: Steps) -> list[Row]:
     steps.begin("match")
     rows.append(await _match_case(fresh, plan, work))
     steps.begin("put")
-    rows.append((await timed_puts(fresh, plan, work)).row("put of new blocks", PUT_TARGET))
+    rows.append((await timed_puts(fresh, fresh, plan, work)).row("put of new blocks", PUT_TARGET))
     steps.begin("memory")
     rows += [await _memory_case(fresh, backend, work) for backend in ("mapped", "preadv")]
     steps.begin(f"age a store: write {CHURN} times its capacity")

@@ -8,7 +8,7 @@ thirteen processes. Units, checks and the reference work are those of `kvstore/b
 - fetch with one server stopped (SIGSTOP) once that was noticed, and the very first fetch of a client that was connected
   before the stop: each time another client, in milliseconds.
 - fetch with two servers killed (SIGKILL), once that was noticed.
-- put of new blocks.
+- put of new blocks, into slabs that are in the page cache.
 - The bytes of a fetch over bare sockets, without a store (`kvstore/benchwire.py`): the floor of the cases on TCP.
 
 A case in which no block was rebuilt although servers were stopped or killed fails the benchmark.
@@ -80,7 +80,7 @@ async def _all_cases(plan: Plan, steps: Steps) -> list[Row]:
         rows.append(await _healthy("Unix sockets", servers, plan, work))
         rows.append(await _healthy("Unix sockets, mapped", servers, plan, work, "mapped"))
         steps.begin("put to servers")
-        rows.append((await timed_puts(servers.file, plan, work)).row("put to servers", PUT_TARGET))
+        rows.append((await timed_puts(servers.file, str(servers.root), plan, work)).row("put to servers", PUT_TARGET))
         steps.begin("one server stopped")
         rows.append(await _stopped(servers, plan, work))
         steps.begin("one server stopped, first fetches")
