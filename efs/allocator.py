@@ -375,7 +375,7 @@ class Allocator:
         extents, slots, exist = self._split(locations)
         if not exist.all():
             raise InvalidArgument(f"location {int(locations[~exist][0]):#x} does not exist")
-        if not (np.diff(locations) > 0).all() and len(np.unique(locations)) != len(locations):
+        if not (locations[1:] > locations[:-1]).all() and len(np.unique(locations)) != len(locations):
             raise InvalidArgument("a location is named twice")
         before = self._states[extents, slots]
         if (before == target).any():

@@ -89,7 +89,7 @@ class Eviction:
         if not len(locations):
             return
         extents, slots = locations >> SLOT_BITS, locations & SLOT_MASK
-        self._widen(max(len(self._allocator.row(extent)) for extent in np.unique(extents).tolist()))
+        self._widen(max(len(self._allocator.row(extent)) for extent in set(extents.tolist())))
         self._depths[extents, slots] = depths
         self._ties[extents, slots] = ties
 

@@ -91,6 +91,8 @@ class Index:
     """An open index. `look_up`, `page`, `scan` and `entries` may be called on any thread, the rest on one."""
 
     def __init__(self, env: lmdb.Environment, path: str, io: Io) -> None:
+        self.most_entries = int(env.info()["map_size"]) // ENTRY_BYTES
+        """Entries that the budget is good for."""
         self._env = env
         self._path = path
         self._io = io
@@ -170,11 +172,6 @@ class Index:
     def entries(self) -> int:
         """Number of entries at the last commit."""
         return int(self._env.stat()["entries"])
-
-    @property
-    def most_entries(self) -> int:
-        """Entries that the budget is good for."""
-        return int(self._env.info()["map_size"]) // ENTRY_BYTES
 
     def look_up(self, keys: Sequence[bytes]) -> list[list[Held]]:
         """The versions of each 32-byte key, sorted by digest."""

@@ -426,7 +426,7 @@ class NodeWriter:
                 table = await self._lookups.look_up(keys, deadline)
                 places = np.array([*table.location[table.location != ABSENT].tolist(),
                                    *(row.location for row in table.extra)], np.int64)
-                complete = await self._pin_all(exact, np.unique(places >> SLOT_BITS).tolist(), deadline)
+                complete = await self._pin_all(exact, sorted(set((places >> SLOT_BITS).tolist())), deadline)
                 if complete and resolution.changed.isdisjoint(keys):
                     break
         except BaseException:
