@@ -97,7 +97,7 @@ def init(
     durability: DurabilityOption = None,
     extent_bytes: ExtentBytesOption = None,
     token_file: Annotated[
-        str | None, typer.Option("--token-file", metavar="FILE", help="Secret that servers will ask for.")
+        str | None, typer.Option("--token-file", metavar="FILE", help="Secret that servers will ask for, mode 0600.")
     ] = None,
     etcd: Annotated[
         str | None, typer.Option("--etcd", metavar="URL", help="Write the map there: etcd://HOST:PORT/NAME.")
@@ -113,7 +113,9 @@ def init(
     url = None if etcd is None else parse_etcd_url(etcd)
     if url is not None:
         with_etcd(url, _require_no_map)
-    token_file = None if token_file is None else os.path.abspath(token_file)
+    if token_file is not None:
+        token_file = os.path.abspath(token_file)
+        read_token(io, token_file)
     warnings = [*FileSystem.init(root, config.capacity, durability=config.durability,
                                  extent_bytes=config.extent_bytes)]
     if token_file is None and not all(is_local(parse_endpoint(address, root)) for address in addresses):

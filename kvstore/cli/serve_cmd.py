@@ -12,12 +12,13 @@ import typer
 import uvloop
 
 from efs.clock import SystemClock
-from efs.cluster import DURABILITIES, Durability
+from efs.cluster import DURABILITIES, Durability, read_store_config
 from efs.clustermap import EtcdUrl, parse_etcd_url
 from efs.endpoint import Endpoint, parse_endpoint
+from efs.errors import EfsError, InvalidArgument
 from efs.handshake import Tokens, read_token
 from efs.nodedir import read_config
-from efs.osio import SystemIo
+from efs.osio import Io, SystemIo
 from efs.serving import serve_nodes
 from efs.session import Served, ServedNode
 from efs.sparedir import is_spare
@@ -40,7 +41,8 @@ the first. Prints a line for each node once all of them are served. On SIGTERM r
 are closed cleanly, and the exit code is 0.
 
 Slabs are read through memory maps, so a disk that fails to read ends the process; --no-mapped reads them with calls.
---durability must be what the cluster was made with: clients refuse a server that promises something else.
+--durability must be what the cluster was made with: clients refuse a server that promises something else, and in the
+directory where `init` has made it a node is not served with another.
 
 --register says in etcd that these nodes are served, for `kvstore cluster status`. The server runs the same while etcd
 is away, and clients do not ask for it.
@@ -98,6 +100,8 @@ def serve(
     io = SystemIo()
     tokens = Tokens(None if token_file is None else read_token(io, token_file),
                     None if operator_token_file is None else read_token(io, operator_token_file))
+    for path in paths:
+        _require_promise(io, os.path.abspath(path), chosen)
     endpoints = [parse_endpoint(text, os.getcwd()) for text in listen]
     url = None if register is None else parse_etcd_url(register)
     page = None if metrics is None else parse_endpoint(metrics)
@@ -110,6 +114,19 @@ def serve(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve([os.path.abspath(path) for path in paths], endpoints, tokens, chosen, mapped, url, page,
                           terminal))
+
+
+def _require_promise(io: Io, path: str, durability: Durability) -> None:
+    """InvalidArgument where the store's own settings are at hand, in the directory in which `init` puts nodes, and
+    promise something else."""
+    root = os.path.dirname(os.path.dirname(path))
+    try:
+        store = read_store_config(io, root)
+    except EfsError:
+        return
+    if path in store.node_paths and store.durability != durability:
+        raise InvalidArgument(f"{path}: {root} was made with durability {store.durability}, not {durability}: serve it "
+                              f"with --durability {store.durability}")
 
 
 async def _serve(paths: Sequence[str], endpoints: Sequence[Endpoint], tokens: Tokens, durability: Durability,

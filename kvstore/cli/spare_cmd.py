@@ -16,7 +16,7 @@ from efs.clock import SystemClock
 from efs.cluster import make_directories
 from efs.clusterfile import ClusterConfig, Spare, add_spare, remove_spare
 from efs.endpoint import Endpoint
-from efs.errors import EfsError, InvalidArgument
+from efs.errors import EfsError, HandshakeFailed, IdentityMismatch, InvalidArgument
 from efs.handshake import Tokens
 from efs.limits import STRIPE_SHARDS
 from efs.nodedir import NodePlan, machine_boot_id, plan_node
@@ -24,7 +24,7 @@ from efs.osio import Io, SystemIo
 from efs.sparedir import create_spare, is_spare, read_spare
 from efs.spares import ask_spare, why_not
 from kvstore.cli.addresses import address_with_port
-from kvstore.cli.description import Description, described, rewritten
+from kvstore.cli.description import Description, described, rewritten, run_alone, tokens_of
 from kvstore.cli.failures import UsageMistake
 from kvstore.cli.options import CapacityOption, ExtentBytesOption, JsonOption, config_of, terminal_of
 from kvstore.cli.terminal import Json, human_bytes, table
@@ -33,8 +33,9 @@ from kvstore.config import Config
 ADD = """Add a spare to a cluster: a node in no place, which `replace-node` can give one.
 
 Makes an empty directory in --directory, which must be absent or empty, unless an earlier try has made it, and lists it
-with its address. Serve it there with `kvstore node serve`, or move it to another machine first. It is empty and holds
-nothing until `replace-node` gives it a place, which nothing does by itself. `status` says whether it answers.
+with its address, with a warning where another node is served there. Serve it there with `kvstore node serve`, or move
+it to another machine first. It is empty and holds nothing until `replace-node` gives it a place, which nothing does by
+itself. `status` says whether it answers.
 
 --capacity as for `init`, the raw bytes over twelve such nodes; for a map in etcd the size is that of the other nodes
 unless another is given.
@@ -73,12 +74,16 @@ def add(
     made = _made(io, path, description.config, endpoint)
     there = made in [spare.node_id for spare in description.config.spares]
     node_id = made or _make(io, path, description.config, _plan(description, settings))
+    other = _who_is_there(io, description.config, Spare(node_id, endpoint))
+    warnings = [] if other is None else [f"another server is at {endpoint}: {other}"]
     config = description.config if there else rewritten(
         description, lambda file, held: add_spare(io, file, held, node_id, str(endpoint)),
         lambda found: found.with_spare(node_id, str(endpoint)))
+    for warning in warnings:
+        terminal.remark(f"warning: {warning}")
     terminal.result(
         {"node_id": node_id, "address": str(endpoint), "directory": path, "spares": len(config.spares),
-         "version": config.version, "changed": not there},
+         "version": config.version, "changed": not there, "warnings": warnings},
         lambda console: console.print(
             f"{path} is the spare {node_id}, one of {len(config.spares)} of the cluster; serve it at {endpoint}"),
     )
@@ -133,6 +138,18 @@ def _make(io: Io, path: str, config: ClusterConfig, plan: NodePlan) -> str:
     node_id = f"{random.SystemRandom().getrandbits(128):032x}"
     make_directories(io, os.path.dirname(path))
     return create_spare(io, path, config.cluster_id, node_id, plan, machine_boot_id()).node_id
+
+
+def _who_is_there(io: Io, config: ClusterConfig, spare: Spare) -> str | None:
+    """What a server at the address of a spare says that does not serve it; None where it does, or where none answers
+    yet."""
+    try:
+        run_alone(ask_spare(config, spare, tokens_of(io, config), SystemClock()))
+    except (HandshakeFailed, IdentityMismatch) as error:
+        return str(error)
+    except EfsError:
+        return None
+    return None
 
 
 def _named(spares: Sequence[Spare], name: str) -> str:

@@ -117,6 +117,7 @@ def test_a_second_owner_is_refused_with_the_pid_of_the_first(made: Path, server:
         (["--listen", "unix:x", "--token-file", "/nowhere/token"], 8, "/nowhere/token"),
         (["--listen", "unix:x", "--operator-token-file", "x"], 2, "needs --token-file"),
         (["--listen", "unix:x", "--durability", "maybe"], 2, "must be process or power"),
+        (["--listen", "unix:x", "--durability", "power"], 2, "serve it with --durability process"),
         (["--listen", "unix:/nowhere/x"], 8, "/nowhere/x"),
         ([], 2, "--listen"),
     ],
@@ -152,10 +153,26 @@ def test_a_cluster_that_cannot_be_listened_at_is_not_made(tmp_path: Path, listen
 def test_a_cluster_that_other_machines_reach_is_made_with_a_word_about_the_token_it_needs(
     tmp_path: Path, listen: str, token: bool, warned: bool
 ) -> None:
-    words = ["--token-file", str(tmp_path / "token")] if token else []
+    words = ["--token-file", token_file(tmp_path)] if token else []
     outcome = run("--json", "cluster", "init", str(tmp_path / "c"), "--capacity", CAPACITY, "--listen", listen, *words)
     assert outcome.code == 0
     assert any("--token-file" in warning for warning in outcome.document()["warnings"]) == warned
+
+
+def token_file(directory: Path, mode: int = 0o600) -> str:
+    path = directory / "token"
+    path.write_text("0123456789abcdef")
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_cluster_with_a_token_that_cannot_be_read_is_not_made(tmp_path: Path) -> None:
+    words = ("cluster", "init", str(tmp_path / "c"), "--capacity", CAPACITY, "--listen", "unix", "--token-file")
+    absent = run(*words, str(tmp_path / "absent"))
+    assert (absent.code, str(tmp_path / "absent") in absent.error_line) == (8, True)
+    open_to_all = run(*words, token_file(tmp_path, 0o644))
+    assert (open_to_all.code, "chmod 600" in open_to_all.error_line) == (2, True)
+    assert not (tmp_path / "c").exists()
 
 
 # -- Ending ----------------------------------------------------------------------------------------------------------

@@ -276,6 +276,17 @@ async def test_spares_are_added_and_removed_by_their_names(cluster: ServedCluste
     assert (back["node_id"], back["changed"]) == (done["node_id"], True)
 
 
+async def test_a_spare_is_listed_with_a_warning_where_another_node_is_served(cluster: ServedCluster,
+                                                                             tmp_path: Path) -> None:
+    words = ("cluster", "add-spare", cluster.file, "--directory", str(tmp_path / "a"), *SIZES, "--address")
+    taken = (await command(*words, cluster.addresses[0])).document()
+    assert taken["spares"] == 1
+    (warning,) = taken["warnings"]
+    assert f"another server is at {cluster.addresses[0]}" in warning
+    other = ("cluster", "add-spare", cluster.file, "--directory", str(tmp_path / "b"), *SIZES, "--address", "unix:/x/b")
+    assert (await command(*other)).document()["warnings"] == []
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
