@@ -14,6 +14,7 @@ answered, then ends all connections. The nodes belong to whoever opened them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections import Counter
@@ -142,7 +143,8 @@ class NodeServer:
             self._loop.remove_reader(listener.fileno())
             listener.close()
             if endpoint.path is not None:
-                self._io.unlink(endpoint.path)
+                with contextlib.suppress(OSError):
+                    self._io.unlink(endpoint.path)
         give_up = self._loop.time() + CLOSE_MS / 1000
         while any(session.busy for session in self._sessions) and self._loop.time() < give_up:
             self._quiet.clear()
