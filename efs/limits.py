@@ -224,16 +224,26 @@ WIRE_BURST_BYTES: Final = 2 * MIB
 """Bytes received from one connection before the loop serves others."""
 WIRE_SEND_QUEUE_BYTES: Final = 2 * MIB
 """Unsent bytes of a connection beyond which a server reads no more slots for it."""
+WIRE_UNREAD_BYTES: Final = 16 * MIB
+"""Unsent bytes of a connection beyond which a server takes no more requests from it: what reads and large answers put
+into the queue, and some more, so that a client that reads is still heard when it gives a read up."""
+WIRE_READS_AT_ONCE: Final = 2
+"""Pieces of slots that a server has in memory for one connection beside what is queued: one comes from the disk while
+the other is handed over."""
 WIRE_UNSENT_BYTES: Final = 64 * MIB
 """Unsent bytes beyond which a client asks a node for nothing more: several pieces of puts."""
 WIRE_RECEIVE_BYTES: Final = 128 * MIB
 """Requests that a server holds in memory, all connections together; one that does not fit is refused."""
+WIRE_SMALL_BYTES: Final = 256 * KIB
+"""Metadata of a request up to which it may take what is left of that; larger ones and bodies leave WIRE_SMALL_SHARE of
+it free: a look-up of 8,192 keys does not stand behind puts."""
+WIRE_SMALL_SHARE: Final = 0.25
 WIRE_KEPT_BYTES: Final = 16 * MIB
 """Memory of bodies that a server keeps for the next ones: two of a piece of a put. Fresh pages cost more than receiving
 into them does."""
 WIRE_LARGE_ANSWERS: Final = 8
-"""Tables, headers and lists that a server makes for one connection at a time, of up to WIRE_METADATA_BYTES each; those
-of more requests wait until the client has taken these."""
+"""Tables, headers, lists and bytes by tenant that a server makes for one connection at a time, of up to
+WIRE_METADATA_BYTES each; those of more requests wait until the client has taken these."""
 WIRE_IN_FLIGHT: Final = 256
 """Requests of one connection that are not answered yet: what the queue of a node's thread takes."""
 WIRE_CONNECTIONS: Final = 1_024

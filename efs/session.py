@@ -6,13 +6,15 @@ its tasks are.
 
 *Bounds.* Before the handshake is done, frames have no body and WIRE_HANDSHAKE_BYTES of metadata. Then WIRE_IN_FLIGHT
 requests at a time. The bytes of all requests of all connections are counted against one budget (`Intake`) before they
-are received; a put that does not fit is received into nowhere and refused, so that the connection lives on. READs are
-read as fast as the client takes them, WIRE_SEND_QUEUE_BYTES ahead. Of tables, headers and lists WIRE_LARGE_ANSWERS are
-made at a time, and none while more than that many bytes wait for the client.
+are received; a put that does not fit is received into nowhere and refused, so that the connection lives on, and puts
+leave room for requests without a body. READs are read as fast as the client takes them, WIRE_SEND_QUEUE_BYTES ahead and
+WIRE_READS_AT_ONCE pieces at a time. Of tables, headers, lists and bytes by tenant WIRE_LARGE_ANSWERS are made at a
+time, and none while more than that many bytes wait for the client. A client that does not take its answers is not
+listened to any more once WIRE_UNREAD_BYTES wait for it.
 
 *Bodies* are received into memory that is used again for later ones, once the node has answered the put: then nothing
 refers to it. A put that was cancelled, failed or came to its deadline may still be written from its body, which is
-left to it for good.
+left to it for good and counts until it is gone.
 
 *What is stored was checked.* A process that embeds its nodes may trust its own memory; a server does not trust the
 network: the payload of every record must have the checksum in its header, and zeros behind it. That a header is sound
@@ -28,7 +30,8 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
@@ -71,7 +74,11 @@ from efs.limits import (
     WIRE_LARGE_ANSWERS,
     WIRE_LOST_MS,
     WIRE_PIECE_BYTES,
+    WIRE_READS_AT_ONCE,
     WIRE_SEND_QUEUE_BYTES,
+    WIRE_SMALL_BYTES,
+    WIRE_SMALL_SHARE,
+    WIRE_UNREAD_BYTES,
 )
 from efs.messages import (
     GetAsk,
@@ -109,7 +116,7 @@ from efs.wire import Header, Kind, encode_frame
 _LOG: Final = logging.getLogger(__name__)
 _REQUESTS: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.READ, Kind.PUT, Kind.DROP, Kind.VERIFY, Kind.LIST,
                               Kind.COLLECT, Kind.INFO, Kind.BURY, Kind.TENANT_BYTES, Kind.TAKE_PLACE, Kind.GET})
-_LARGE_ANSWERS: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.LIST})
+_LARGE_ANSWERS: Final = frozenset({Kind.LOOK_UP, Kind.HEADERS, Kind.LIST, Kind.TENANT_BYTES})
 
 
 @dataclass(slots=True)
@@ -128,6 +135,9 @@ class MapSeen:
         """OutdatedMap for a write by an older one. 0 is of a client that goes by no map."""
         if 0 < version < self.version:
             raise OutdatedMap(node_index, f"it is by version {version} of the map, the node knows of {self.version}")
+
+    def wrote(self, version: int) -> None:
+        """Somebody has written by this version, in a request that was sound."""
         if not self._told:
             self.version = max(self.version, version)
 
@@ -160,11 +170,20 @@ class Intake:
     most_bytes: int
     held_bytes: int = 0
 
-    def take(self, size: int) -> bool:
-        if self.held_bytes + size > self.most_bytes:
+    def take(self, size: int, *, small: bool) -> bool:
+        """Whether there is room, also for the small ones that are to come if this is not one."""
+        most = self.most_bytes if small else int(self.most_bytes * (1 - WIRE_SMALL_SHARE))
+        if self.held_bytes + size > most:
             return False
         self.held_bytes += size
         return True
+
+    def keep(self, payload: NDArray[np.uint8]) -> None:
+        """A view of a body that may still be written from: it counts until nothing refers to it any more."""
+        # Views of a view refer to what that one is of, not to itself.
+        body = payload.base
+        self.held_bytes += payload.nbytes
+        weakref.finalize(body, self.give, payload.nbytes).atexit = False
 
     def give(self, size: int) -> None:
         self.held_bytes -= size
@@ -206,7 +225,8 @@ class Session:
         self._body: bytearray | None = None
         self._nowhere = memoryview(bytearray())
         self._large = asyncio.Semaphore(WIRE_LARGE_ANSWERS)
-        self._stream = Stream(connection, self, host.clock, self._lost, host.ahead)
+        self._reads = asyncio.Semaphore(WIRE_READS_AT_ONCE)
+        self._stream = Stream(connection, self, host.clock, self._lost, host.ahead, WIRE_UNREAD_BYTES)
 
     @property
     def busy(self) -> bool:
@@ -260,13 +280,13 @@ class Session:
                 raise WireError(f"more than {WIRE_IN_FLIGHT} requests at once")
         elif header.kind not in (Kind.CANCEL, Kind.TOUCH):
             raise WireError(f"a {header.kind.name} from a client")
-        if not self._host.intake.take(header.metadata_bytes):
+        if not self._host.intake.take(header.metadata_bytes, small=header.metadata_bytes <= WIRE_SMALL_BYTES):
             raise WireError("the server holds as many requests as it may")
         self._coming = header.metadata_bytes
 
     def begin_body(self, header: Header, metadata: bytes) -> None:
         self._put = decode_put(metadata, header.body_bytes)
-        if self._host.intake.take(header.body_bytes):
+        if self._host.intake.take(header.body_bytes, small=False):
             self._coming += header.body_bytes
             self._body = self._host.bodies.take(buffer_bytes(header.body_bytes))
         elif len(self._nowhere) == 0:
@@ -432,7 +452,12 @@ class Session:
         self._served.map_seen.require(head.map_version, node.node_index)
         batch = head.batch(body)
         check_payload(batch)
-        outcome = await node.put(batch, deadline)
+        try:
+            outcome = await node.put(batch, deadline)
+        except BaseException:
+            self._host.intake.keep(batch.payload)
+            raise
+        self._served.map_seen.wrote(head.map_version)
         self._host.bodies.give(body)
         return encode_outcome(outcome)
 
@@ -457,11 +482,12 @@ class Session:
         assert self._served is not None
         counters, position = self._served.counters, 0
         for parts in _pieces(spans):
-            await self._stream.room(WIRE_SEND_QUEUE_BYTES)
-            bodies = await slots_of(node, parts, deadline)
-            size = sum(map(len, bodies))
-            head = encode_frame(Kind.PIECE, request_id, encode_position(position), body_bytes=size)
-            self._stream.send(head, *(body.data for body in bodies))
+            async with self._reads:
+                await self._stream.room(WIRE_SEND_QUEUE_BYTES)
+                bodies = await slots_of(node, parts, deadline)
+                size = sum(map(len, bodies))
+                head = encode_frame(Kind.PIECE, request_id, encode_position(position), body_bytes=size)
+                self._stream.send(head, *(body.data for body in bodies))
             position += size
             counters.add("wire_read_bytes", size)
         counters.add("wire_reads")
@@ -484,21 +510,22 @@ def check_payload(batch: PutBatch) -> None:
         raise InvalidArgument("a payload of the batch has something behind its end")
 
 
-def _pieces(spans: Sequence[Span]) -> Sequence[list[Span]]:
+def _pieces(spans: Sequence[Span]) -> Iterator[list[Span]]:
     """Spans cut and put together so that each group has about WIRE_PIECE_BYTES, at least one slot."""
-    groups: list[list[Span]] = []
-    size = WIRE_PIECE_BYTES
+    group: list[Span] = []
+    size = 0
     for span in spans:
         done = 0
         while done < span.count:
-            if size >= WIRE_PIECE_BYTES or size + span.slot_bytes > WIRE_PIECE_BYTES:
-                groups.append([])
-                size = 0
+            if group and size + span.slot_bytes > WIRE_PIECE_BYTES:
+                yield group
+                group, size = [], 0
             count = min(span.count - done, max(1, (WIRE_PIECE_BYTES - size) // span.slot_bytes))
-            groups[-1].append(Span(span.location + done, count, span.shard_bytes, span.slot_bytes))
+            group.append(Span(span.location + done, count, span.shard_bytes, span.slot_bytes))
             done += count
             size += count * span.slot_bytes
-    return groups
+    if group:
+        yield group
 
 
 async def slots_of(node: Node, spans: Sequence[Span], deadline: Deadline) -> list[NDArray[np.uint8]]:

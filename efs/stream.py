@@ -32,8 +32,9 @@ class Stream:
     """Belongs to the loop's thread."""
 
     def __init__(self, connection: socket.socket, sink: FrameSink, clock: Clock, lost: Callable[[str], None],
-                 ahead: memoryview | None = None) -> None:
-        """ahead: as of `FrameParser`."""
+                 ahead: memoryview | None = None, most_unread: int | None = None) -> None:
+        """ahead: as of `FrameParser`. most_unread: nothing is received while more bytes than that are queued; only for
+        the side whose peer receives always."""
         self._socket = connection
         self._loop = asyncio.get_running_loop()
         self._clock = clock
@@ -42,6 +43,8 @@ class Stream:
         self._queue: deque[memoryview] = deque()
         self._writing = False
         self._less = asyncio.Event()
+        self._most_unread = most_unread
+        self._reading = True
         self.closed = False
         self.queued_bytes = 0
         self.received_at = self.frame_began = self.sent_at = clock.monotonic()
@@ -49,8 +52,9 @@ class Stream:
 
     @property
     def frame_ms(self) -> float:
-        """How long the frame that is coming in has been coming; 0 between frames."""
-        return (self._clock.monotonic() - self.frame_began) * 1000 if self._parser.within else 0.0
+        """How long the frame that is coming in has been coming; 0 between frames, and while none is received."""
+        waits = self._parser.within and self._reading
+        return (self._clock.monotonic() - self.frame_began) * 1000 if waits else 0.0
 
     @property
     def stuck_ms(self) -> float:
@@ -72,6 +76,7 @@ class Stream:
                 self.queued_bytes += len(view)
         if not self._writing:
             self._flush()
+        self._listen()
 
     async def room(self, most_bytes: int) -> None:
         """Wait until at most so many bytes are queued. WireError when the connection ends."""
@@ -99,6 +104,19 @@ class Stream:
             else:
                 self._loop.remove_writer(self._socket.fileno())
         self._less.set()
+        self._listen()
+
+    def _listen(self) -> None:
+        """Receive, or not, as what is queued says."""
+        reading = self._most_unread is None or self.queued_bytes <= self._most_unread
+        if reading == self._reading or self.closed:
+            return
+        self._reading = reading
+        if reading:
+            self.frame_began = self._clock.monotonic()
+            self._loop.add_reader(self._socket.fileno(), self._readable)
+        else:
+            self._loop.remove_reader(self._socket.fileno())
 
     def _sent(self, count: int) -> None:
         self.queued_bytes -= count
@@ -115,7 +133,7 @@ class Stream:
     def _readable(self) -> None:
         burst = 0
         try:
-            while burst < WIRE_BURST_BYTES and not self.closed:
+            while burst < WIRE_BURST_BYTES and self._reading and not self.closed:
                 views = self._parser.views()
                 wanted = sum(map(len, views))
                 count = self._socket.recvmsg_into(views)[0]

@@ -6,18 +6,22 @@ import asyncio
 import gc
 import os
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
 
+from efs import session
 from efs.clock import Deadline
-from efs.contract import Landing, PutBatch, Span, Stride
+from efs.contract import ABSENT, Landing, PutBatch, Span, Stride
 from efs.errors import HandshakeFailed, IdentityMismatch, InvalidArgument, NodeReadOnly, NodeUnavailable, OutdatedMap
 from efs.handshake import Role, encode_message
 from efs.limits import (
     MAX_SEGMENTS,
+    MAX_SLOTS_PER_EXTENT,
+    MIB,
     WIRE_BODY_BYTES,
     WIRE_CONNECTIONS_PER_PEER,
     WIRE_FRAME_MS,
@@ -25,10 +29,21 @@ from efs.limits import (
     WIRE_IN_FLIGHT,
     WIRE_LARGE_ANSWERS,
     WIRE_METADATA_BYTES,
+    WIRE_PIECE_BYTES,
+    WIRE_READS_AT_ONCE,
     WIRE_SEND_QUEUE_BYTES,
 )
-from efs.messages import GetAsk, decode_error, encode_error, encode_get, encode_keys, encode_position, encode_put
-from efs.session import MapSeen
+from efs.messages import (
+    GetAsk,
+    decode_error,
+    encode_error,
+    encode_get,
+    encode_keys,
+    encode_position,
+    encode_put,
+    encode_spans,
+)
+from efs.session import MapSeen, _pieces
 from efs.types import DropItem
 from efs.wire import MAX_FRAME_BYTES, Kind, encode_frame
 from tests.support.clock import FakeClock
@@ -181,6 +196,22 @@ async def test_a_request_is_over_by_its_deadline() -> None:
         client.close()
 
 
+async def test_a_server_whose_socket_is_gone_ends_as_any_other() -> None:
+    async with served_memory() as served:
+        node = await served.connect()
+        served.node.put_gate = held = Gate()
+        put = asyncio.create_task(node.put(make_records(4, NODE_INDEX).batch(), soon(served)))
+        assert await came_true(lambda: held.held == 1)
+        assert served.endpoint.path is not None
+        os.unlink(served.endpoint.path)
+        ending = asyncio.create_task(served.server.close())
+        await asyncio.sleep(0.05)
+        held.release()
+        assert (await put).stored.all()
+        await ending
+        await node.close()
+
+
 async def test_a_server_that_ends_answers_what_is_under_way_and_refuses_more() -> None:
     async with served_memory() as served:
         served.node.look_up_gate = gate = Gate()
@@ -286,6 +317,53 @@ async def test_a_put_that_does_not_fit_the_servers_memory_is_refused_and_the_con
         assert (await node.put(make_records(4, NODE_INDEX).batch(), soon(served))).stored.all()
         assert not node.suspect
         await node.close()
+
+
+async def test_puts_leave_room_for_look_ups_in_the_servers_memory() -> None:
+    async with served_memory() as served:
+        node = await served.connect()
+        served.server.intake.most_bytes = 34_000
+        served.node.put_gate = held = Gate()
+        puts = [asyncio.create_task(node.put(make_records(40, NODE_INDEX, seed=seed).batch(), soon(served)))
+                for seed in (1, 2, 3)]
+        refused, _ = await asyncio.wait(puts, return_when=asyncio.FIRST_COMPLETED)
+        assert [str(put.exception()).endswith("holds as many requests as it may") for put in refused] == [True]
+        assert held.held == 2
+        assert (await node.look_up(make_keys(100, 1), soon(served))).location.max() == ABSENT
+        held.release()
+        await asyncio.wait(puts)
+        assert not node.suspect
+        assert served.counters.get("wire_lost") == 0
+        await node.close()
+
+
+async def test_a_body_of_a_put_that_was_given_up_counts_until_nothing_writes_from_it() -> None:
+    async with served_memory() as served:
+        node = await served.connect()
+        served.node.put_gate = held = Gate()
+        batch = make_records(40, NODE_INDEX).batch()
+        with pytest.raises(NodeUnavailable):
+            await node.put(batch, Deadline.after_ms(served.clock, 200))
+        assert await came_true(lambda: served.server.intake.held_bytes == batch.payload.nbytes)
+        held.release()
+        await served.node.all_done()
+        assert served.server.intake.held_bytes == batch.payload.nbytes
+        served.node.batches.clear()
+        assert served.server.intake.held_bytes == 0
+        await node.close()
+
+
+async def test_a_put_that_is_refused_tells_a_node_nothing_of_the_map() -> None:
+    async with served_memory() as served:
+        client = await RawClient.admitted(served.endpoint, HELLO)
+        for number, (version, sound, kind) in enumerate([(9, False, Kind.ERROR), (3, True, Kind.ANSWER),
+                                                         (4, True, Kind.ANSWER), (3, True, Kind.ERROR)], 1):
+            batch = make_records(4, NODE_INDEX, seed=number).batch()
+            body = batch.payload.tobytes() if sound else bytes(batch.payload.nbytes)
+            head = encode_frame(Kind.PUT, number, encode_put(batch, version), body_bytes=len(body), deadline_ms=5_000)
+            await client.send(head, body)
+            assert (await client.frame())[0].kind is kind
+        client.close()
 
 
 async def test_a_put_that_is_larger_than_a_frame_is_sent_in_parts() -> None:
@@ -463,6 +541,78 @@ async def test_a_client_that_does_not_take_its_answers_has_no_further_request_be
         client.close()
 
 
+async def test_a_client_that_takes_no_answers_is_not_listened_to_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "WIRE_UNREAD_BYTES", 65_536)
+    async with served_memory() as served:
+        client = await RawClient.admitted(served.endpoint, HELLO)
+        (served_session,) = served.server._sessions
+        stream = served_session._stream
+        asked = 0
+
+        async def ask() -> None:
+            nonlocal asked
+            await client.send(*(encode_frame(Kind.INFO, asked + at, deadline_ms=20_000) for at in range(1, 201)))
+            asked += 200
+
+        greeted = stream._parser.frames
+        while stream.queued_bytes <= 65_536:
+            await ask()
+            assert await came_true(lambda: stream.queued_bytes > 65_536 or (
+                stream._parser.frames == greeted + asked and not served_session.in_flight))
+        assert await came_true(lambda: not served_session.in_flight)
+        full = stream.queued_bytes
+        await ask()
+        await asyncio.sleep(0.3)
+        assert (stream.queued_bytes, served_session.in_flight, stream.frame_ms) == (full, 0, 0)
+        assert {(await client.frame())[0].request_id for _ in range(asked)} == set(range(1, asked + 1))
+        client.close()
+
+
+async def test_slots_from_the_disk_are_read_for_a_client_only_as_it_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served_memory() as served:
+        asked: list[int] = []
+
+        async def read(spans: Sequence[tuple[Span, Landing]], landed: Callable[[int], None], _: Deadline) -> None:
+            asked.append(sum(span.count * span.slot_bytes for span, _ in spans))
+            await asyncio.sleep(0.01)
+            for index in range(len(spans)):
+                landed(index)
+
+        monkeypatch.setattr(served.node, "views_now", lambda spans: None)
+        monkeypatch.setattr(served.node, "read_now", lambda span, landing: False)
+        monkeypatch.setattr(served.node, "read", read)
+        client = await RawClient.admitted(served.endpoint, HELLO)
+        spans = encode_spans([Span(0, WIRE_PIECE_BYTES // 4_096, 4_096, 4_096)])
+        for number in range(1, 33):
+            await client.send(encode_frame(Kind.READ, number, spans, deadline_ms=20_000))
+        (served_session,) = served.server._sessions
+        assert await came_true(lambda: served_session._stream.queued_bytes > WIRE_SEND_QUEUE_BYTES)
+        await asyncio.sleep(0.3)
+        most = WIRE_SEND_QUEUE_BYTES + WIRE_READS_AT_ONCE * WIRE_PIECE_BYTES + MIB
+        assert served_session._stream.queued_bytes <= most
+        assert len(asked) <= WIRE_READS_AT_ONCE + 1
+        pieces = [(await client.frame())[0].kind for _ in range(64)]
+        assert pieces.count(Kind.PIECE) == pieces.count(Kind.ANSWER) == 32
+        client.close()
+
+
+def test_pieces_of_spans_are_made_as_they_are_sent() -> None:
+    spans = [Span(7, 3, 100, 128), Span(90, 1, WIRE_PIECE_BYTES, WIRE_PIECE_BYTES), Span(5, 70_000, 64, 64),
+             *[Span(0, MAX_SLOTS_PER_EXTENT, 1, WIRE_BODY_BYTES)] * 10_000]
+    tracemalloc.start()
+    try:
+        pieces = list(islice(_pieces(spans), 1_000))
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+    slots = [(span.location + at, span.slot_bytes) for piece in pieces for span in piece for at in range(span.count)]
+    wanted = [(span.location + at, span.slot_bytes) for span in spans[:3] for at in range(span.count)]
+    assert slots[: len(wanted)] == wanted
+    assert slots[len(wanted) :] == [(at, WIRE_BODY_BYTES) for at in range(len(slots) - len(wanted))]
+    assert all(sum(span.count * span.slot_bytes for span in piece) <= max(WIRE_PIECE_BYTES, piece[0].slot_bytes)
+               for piece in pieces)
+
+
 async def test_nothing_lands_once_a_read_was_given_up_or_revoked() -> None:
     """A thousand reads that are cancelled or revoked at any moment, one after the other on one connection."""
     async with served_memory() as served:
@@ -509,11 +659,13 @@ def test_a_node_goes_by_the_latest_map_that_a_write_named_or_by_that_in_etcd() -
     seen = MapSeen()
     for version in (0, 3, 0, 4, 4):
         seen.require(version, 5)
+        seen.wrote(version)
     with pytest.raises(OutdatedMap, match="node 5 refuses a write: it is by version 3 of the map, the node knows of 4"):
         seen.require(3, 5)
     seen.told(2)
     for version in (2, 9, 3, 0):
         seen.require(version, 5)
+        seen.wrote(version)
     with pytest.raises(OutdatedMap, match="knows of 2"):
         seen.require(1, 5)
     wired = decode_error(encode_error(OutdatedMap(5, "why")), 5)
