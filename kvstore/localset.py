@@ -5,8 +5,8 @@ socket, in PROCESSES processes of neighbouring nodes each: the loss of any one o
 by any number of processes at once, and again at any time: a lock file beside ROOT lets one at a time look, and
 whatever already answers is left as it is. The servers are in sessions of their own, are nobody's children, and outlive
 who started them, also when that is killed together with all its children, as some engines end; they write to
-ROOT/servers.log. `stop` ends them cleanly, by the pids in the lock files of the node directories that are really
-locked.
+ROOT/servers.log. `stop` ends them cleanly: the processes that listen at the nodes' sockets, and nobody else who may be
+at work on the directories.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 from efs.cluster import read_store_config
 from efs.clusterfile import CLUSTER_FILE, ClusterConfig, read_cluster
-from efs.errors import EfsError, InvalidArgument, Locked
+from efs.errors import EfsError, InvalidArgument
 from efs.limits import STRIPE_SHARDS
-from efs.nodedir import OwnerLock
 from efs.osio import SystemIo
 
 PROCESSES: Final = 6
@@ -36,6 +36,8 @@ START_WAIT_S: Final = 60.0
 STOP_WAIT_S: Final = 30.0
 _POLL_S: Final = 0.02
 _LOG_FILE: Final = "servers.log"
+_CREDENTIALS: Final = struct.Struct("3i")
+"""pid, uid and gid of who listens at a Unix socket."""
 
 assert STRIPE_SHARDS % PROCESSES == 0
 
@@ -72,17 +74,21 @@ def stop(root: str, *, wait_s: float = STOP_WAIT_S) -> int:
     """End the servers of ROOT's nodes; how many processes that were."""
     root = os.path.abspath(root)
     until = time.monotonic() + wait_s
-    with _only_one(root, until):
-        directories = [os.path.join(root, path) for path in read_store_config(SystemIo(), root).node_paths]
-        pids = {pid for directory in directories if (pid := _owner(directory)) is not None}
-        for pid in pids:
+    with _only_one(root, until), ExitStack() as opened:
+        config = read_cluster(SystemIo(), os.path.join(root, CLUSTER_FILE))
+        listeners = [_listener(path) for path in _sockets(config, range(STRIPE_SHARDS))]
+        pids = {pid for pid in listeners if pid is not None}
+        if 0 in pids:
+            raise InvalidArgument(f"servers of {root} run where their process ids cannot be seen: end them there")
+        servers = [server for pid in pids if (server := _process(pid)) is not None]
+        for server in servers:
+            opened.callback(os.close, server)
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-        while any(_owner(directory) in pids for directory in directories):
-            if time.monotonic() > until:
+                signal.pidfd_send_signal(server, signal.SIGTERM)
+        for server in servers:
+            if not select.select([server], [], [], max(0.0, until - time.monotonic()))[0]:
                 raise ServersNotStarted(f"servers of {root} have not ended after {wait_s:g} s")
-            time.sleep(_POLL_S)
-    return len(pids)
+    return len(servers)
 
 
 def _groups() -> list[range]:
@@ -122,14 +128,21 @@ def _serve(root: str, config: ClusterConfig, nodes: Sequence[int], environ: Mapp
 
 def _has_ended(pid: int) -> bool:
     """Also of a process that nobody has collected."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
+    process = _process(pid)
+    if process is None:
         return True
     try:
         return bool(select.select([process], [], [], 0)[0])
     finally:
         os.close(process)
+
+
+def _process(pid: int) -> int | None:
+    """A descriptor of a process; None when there is none of this number."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _without_settings(environ: Mapping[str, str] | None) -> dict[str, str]:
@@ -140,28 +153,29 @@ def _without_settings(environ: Mapping[str, str] | None) -> dict[str, str]:
 
 def _answer(config: ClusterConfig, nodes: Sequence[int]) -> bool:
     """Whether somebody accepts connections for each of these nodes."""
-    for index in nodes:
-        path = config.endpoints[index].path
+    return all(_listener(path) is not None for path in _sockets(config, nodes))
+
+
+def _sockets(config: ClusterConfig, nodes: Sequence[int]) -> list[str]:
+    """Where these nodes are to listen. InvalidArgument for one that is not on this machine."""
+    paths = [config.endpoints[index].path for index in nodes]
+    for index, path in zip(nodes, paths, strict=True):
         if path is None:
-            raise InvalidArgument(f"node {index} is not at a Unix socket: start its server by yourself")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1.0)
-            try:
-                probe.connect(path)
-            except OSError:
-                return False
-    return True
+            raise InvalidArgument(f"node {index} is not at a Unix socket: start and stop its server by yourself")
+    return [path for path in paths if path is not None]
 
 
-def _owner(directory: str) -> int | None:
-    """The process that owns a node directory now."""
-    try:
-        OwnerLock.take(SystemIo(), directory).release()
-    except Locked as error:
-        return error.pid
-    except EfsError:
-        return None
-    return None
+def _listener(path: str) -> int | None:
+    """The process that listens at a socket, 0 where it cannot be seen from here; None when nobody accepts connections
+    there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return None
+        pid, _, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid)
 
 
 @contextmanager

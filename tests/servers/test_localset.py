@@ -12,7 +12,7 @@ import pytest
 
 from efs.errors import InvalidArgument
 from efs.limits import MIB, STRIPE_SHARDS
-from efs.nodedir import written_pid
+from efs.nodedir import OwnerLock, written_pid
 from efs.osio import SystemIo
 from kvstore.keys import Namespace
 from kvstore.layout import BlockLayout
@@ -92,3 +92,17 @@ def test_a_server_that_cannot_start_is_told_at_once(root: str) -> None:
         (node / "node.toml").write_text("nonsense")
     with pytest.raises(ServersNotStarted, match=r"servers\.log"):
         start(root, None)
+
+
+def test_who_is_at_work_on_a_directory_and_serves_nothing_is_left_alone(root: str) -> None:
+    start(root, CAPACITY)
+    assert stop(root) == PROCESSES
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    lock = OwnerLock.take(SystemIo(), f"{root}/nodes/03")
+    try:
+        assert stop(root) == 0
+        assert told == []
+    finally:
+        lock.release()
+        signal.signal(signal.SIGTERM, before)
