@@ -153,7 +153,7 @@ class Sweep:
             await self._work_off(stretch, STRIPE_SHARDS - len(merge.listed))
             if max_seconds is not None and self._clock.monotonic() - started >= max_seconds:
                 break
-        self._count()
+        self._count(merge.ended)
         missing = tuple(index for index in range(STRIPE_SHARDS) if index not in merge.listed)
         resume = None if merge.ended or merge.done is None else merge.done.hex()
         tally = self._tally
@@ -199,8 +199,8 @@ class Sweep:
         self._tally.spared += asked - sum(dropped.values())
         return dropped
 
-    def _count(self) -> None:
-        self._counters.add("sweep_runs")
+    def _count(self, finished: bool) -> None:
+        self._counters.add("sweep_runs", finished)
         for part in fields(_Tally):
             self._counters.add(f"sweep_{part.name}", getattr(self._tally, part.name))
 
