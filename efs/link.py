@@ -413,7 +413,7 @@ class Link:
 
     def _lost(self, why: str) -> None:
         self._why = f"{self._place.endpoint}: {why}"
-        if self._ready:
+        if self._ready and not self._closed:
             self._counters.add("remote_lost")
             _LOG.info("the connection to %s was lost: %s", self._place, self._why)
         self._ready = False

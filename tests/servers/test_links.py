@@ -174,6 +174,16 @@ async def test_a_table_for_a_request_that_asks_for_none_is_an_unavailable_node(k
         assert counters.get("remote_lost") == 1
 
 
+async def test_a_connection_that_its_client_closes_is_not_counted_as_lost() -> None:
+    async with answered(lambda h, m: [named(h), end(h)]) as (node, server, counters):
+        await node.get(make_keys(4, 1), Sink(), soon())
+        await node.relink(RemotePlace(server.endpoint, "c" * 32, "d" * 32, NODE))
+        assert await came_true(lambda: counters.get("remote_connected") == 4)
+        await node.close()
+        assert await came_true(lambda: server.lost == 4)
+        assert counters.get("remote_lost") == 0
+
+
 async def test_shards_behind_a_table_that_are_revoked_meanwhile_land_nowhere() -> None:
     async with answered(lambda h, m: [named(h), piece(h, 0, b"\x11" * 2 * SLOT), end(h)]) as (node, server, _):
         class Revoked(Sink):
