@@ -5,7 +5,7 @@ anew: that rate is unknown, as all are in a first reading.
 
 A store's own directory is read as files, beside its owner. A cluster is asked through its servers, as a client that
 looks after nothing; what clients count (reads, rebuilt blocks, hedges) is then that of the process which looks after
-the store, from the file beside cluster.toml, and unknown where there is no such file on this machine: other engines
+the store, from the file in the cluster's root, and unknown where there is no such file on this machine: other engines
 keep theirs in memory.
 """
 
@@ -139,10 +139,11 @@ class ClusterSource:
         self._counters_path = counters_path
 
     @classmethod
-    async def open(cls, file: str) -> ClusterSource:
+    async def open(cls, where: str) -> ClusterSource:
         """Errors as `efs.clusterfs.open_cluster`; servers that do not answer are no error."""
-        path = os.path.join(os.path.dirname(os.path.abspath(file)), COUNTERS_FILE)
-        return cls(await open_cluster(file, care="none"), path)
+        filesystem = await open_cluster(where, care="none")
+        assert filesystem.root is not None
+        return cls(filesystem, os.path.join(filesystem.root, COUNTERS_FILE))
 
     async def read(self, at_s: float) -> Reading:
         nodes = []

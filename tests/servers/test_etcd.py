@@ -263,6 +263,15 @@ async def test_a_store_is_opened_by_its_url_and_blocks_come_back(etcd: EtcdProce
     assert await asyncio.to_thread(on_a_thread_of_its_own) == ["serving"] * 12
 
 
+async def test_top_takes_the_url_and_shows_what_is_counted_in_the_root(
+        etcd: EtcdProcess, filesystem: GroupedFileSystem) -> None:
+    await stored(filesystem, seed=41)
+    done = await asyncio.to_thread(run_process, "--json", "top", str(etcd.url), "--once", "--interval", "0.1")
+    document = done.document()
+    assert (done.code, document["nodes_serving"]) == (0, 12)
+    assert document["client"]["put_blocks"]["total"] == filesystem.counters.get("put_acked")
+
+
 async def test_of_two_changes_at_once_one_is_refused(store: EtcdStore) -> None:
     held = await store.read()
     await store.change(held, held.map.with_address(0, "unix:/first"))
