@@ -25,7 +25,7 @@ from kvstore.cli.options import (
     JsonOption,
     MaxDurationOption,
     ResumeOption,
-    StoreOption,
+    RootOption,
     config_of,
     terminal_of,
     url_of,
@@ -70,7 +70,7 @@ def fsck(
     resume: ResumeOption = None,
     repair: Annotated[bool, typer.Option("--repair", help="Mend what is found; needs --yes.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Really change the store.")] = False,
-    store: StoreOption = None,
+    store: RootOption = None,
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)

@@ -14,7 +14,7 @@ from kvstore.cli.options import (
     DurabilityOption,
     ExtentBytesOption,
     JsonOption,
-    StoreOption,
+    RootOption,
     config_of,
     terminal_of,
 )
@@ -49,7 +49,7 @@ def init(
     capacity: CapacityOption = None,
     durability: DurabilityOption = None,
     extent_bytes: ExtentBytesOption = None,
-    store: StoreOption = None,
+    store: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)

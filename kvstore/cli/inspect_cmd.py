@@ -22,7 +22,7 @@ from efs.shard import Entry
 from efs.storeview import StoreView
 from kvstore.cli.failures import DAMAGE
 from kvstore.cli.keys import entries_under
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.options import JsonOption, RootOption, config_of, terminal_of, url_of
 from kvstore.cli.terminal import Json, human_age, human_bytes, table
 from kvstore.store import store_root
 
@@ -63,7 +63,7 @@ def register(app: typer.Typer) -> None:
 def inspect(
     context: typer.Context,
     key: Annotated[str, typer.Argument(metavar="KEY", help="The block's key, or the beginning of it.")],
-    store: StoreOption = None,
+    store: RootOption = None,
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)

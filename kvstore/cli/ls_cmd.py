@@ -15,7 +15,7 @@ from efs.limits import DEPTH_UNKNOWN, KEY_BYTES
 from efs.nodeview import Records, Slot, locations_of
 from efs.storeview import StoreView, last_key
 from kvstore.cli.keys import parse_prefix
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.options import JsonOption, RootOption, config_of, terminal_of, url_of
 from kvstore.cli.terminal import Terminal, human_age
 from kvstore.store import store_root
 from kvstore.tenants import NO_TENANT_TAG, list_tenants
@@ -58,7 +58,7 @@ def ls(
     after: Annotated[
         str | None, typer.Option("--after", metavar="KEY", help="Begin behind this key or prefix.")
     ] = None,
-    store: StoreOption = None,
+    store: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)

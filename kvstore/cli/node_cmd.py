@@ -12,7 +12,7 @@ from efs.repair import RepairReport
 from efs.replace import prepare_node
 from kvstore.cli import serve_cmd
 from kvstore.cli.failures import NOT_ALL, UsageMistake
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.options import JsonOption, RootOption, config_of, terminal_of, url_of
 from kvstore.cli.repair_cmd import document_of, summary
 from kvstore.cli.session import watched, with_filesystem
 from kvstore.cli.terminal import Json
@@ -49,7 +49,7 @@ def replace(
     node: Annotated[int, typer.Argument(metavar="N", help="Index of the node, 0 to 11.")],
     path: Annotated[str | None, typer.Option("--path", metavar="DIR", help="Put the new node there.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Really do it.")] = False,
-    store: StoreOption = None,
+    store: RootOption = None,
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)

@@ -21,6 +21,17 @@ StoreOption = Annotated[
     str | None,
     typer.Option("--store", metavar="URL", help="The store: root, cluster.toml or etcd URL. Default: $KVSTORE_STORE."),
 ]
+RootOption = Annotated[
+    str | None, typer.Option("--store", metavar="URL", help="The store: its root. Default: $KVSTORE_STORE.")
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option("--store", metavar="URL", help="The cluster: cluster.toml or etcd URL. Default: $KVSTORE_STORE."),
+]
+MapOption = Annotated[
+    str | None,
+    typer.Option("--store", metavar="URL", help="The cluster: etcd://HOST:PORT/NAME. Default: $KVSTORE_STORE."),
+]
 CapacityOption = Annotated[
     str | None, typer.Option("--capacity", metavar="SIZE", help="Raw bytes over all twelve nodes, such as 100GiB.")
 ]
@@ -38,6 +49,7 @@ ResumeOption = Annotated[
     typer.Option("--resume", metavar="KEY", help="Go on behind this key, printed by a run that stopped."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print JSON documents, one a line, instead of text.")]
 DeadlineOption = Annotated[
     str | None,
     typer.Option("--deadline-ms", metavar="MS", help="Deadline of each call to the store, in ms, at most 60000."),

@@ -26,7 +26,7 @@ from efs.replace import note_in_root
 from kvstore.cli.addresses import address_with_port
 from kvstore.cli.description import with_etcd
 from kvstore.cli.failures import UsageMistake
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.options import ClusterOption, JsonOption, MapOption, config_of, terminal_of, url_of
 from kvstore.cli.spareplace import replace_by_spare
 from kvstore.cli.terminal import Terminal
 
@@ -74,7 +74,7 @@ def replace_node(
         str | None, typer.Option("--directory", metavar="DIR", help="Make the new node there.  [default: take a spare]")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Really do it.")] = False,
-    store: StoreOption = None,
+    store: ClusterOption = None,
     as_json: JsonOption = False,
 ) -> int:
     terminal = terminal_of(context, as_json)
@@ -124,7 +124,7 @@ def move_node(
     context: typer.Context,
     node: NodeArgument,
     address: AddressOption,
-    store: StoreOption = None,
+    store: MapOption = None,
     as_json: JsonOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)

@@ -26,7 +26,7 @@ from kvstore.cli.failures import UsageMistake
 from kvstore.cli.logs import set_up_logs
 from kvstore.cli.options import (
     DurabilityOption,
-    JsonOption,
+    JsonLinesOption,
     config_of,
     terminal_of,
 )
@@ -90,7 +90,7 @@ def serve(
         typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.  [default: warning]"),
     ] = None,
     mapped: Annotated[bool, typer.Option("--mapped/--no-mapped", help="Read slabs through memory maps.")] = True,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)
     config = config_of(context, durability=durability)

@@ -19,7 +19,7 @@ from efs.placement import placement_group
 from efs.progress import read_progress
 from efs.storeview import StoreView, last_key, lock_holder
 from efs.tombstones import read_tombstones
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.options import JsonOption, RootOption, config_of, terminal_of, url_of
 from kvstore.cli.terminal import Json, human_bytes, table
 from kvstore.store import store_root
 
@@ -73,7 +73,7 @@ def status(
     seconds: Annotated[
         float, typer.Option("--seconds", metavar="S", min=0.0, help="Longest time to count blocks.")
     ] = 5.0,
-    store: StoreOption = None,
+    store: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)

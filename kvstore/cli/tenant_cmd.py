@@ -17,7 +17,7 @@ from efs.storeview import StoreView
 from efs.tenantcount import count_tags
 from efs.tombstones import Tombstones, read_tombstones
 from kvstore.cli.failures import NOT_ALL, UsageMistake
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.options import JsonOption, RootOption, StoreOption, config_of, terminal_of, url_of
 from kvstore.cli.session import with_filesystem
 from kvstore.cli.terminal import Json, human_bytes, table
 from kvstore.config import parse_size
@@ -97,7 +97,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(tenant)
 
 
-def add(context: typer.Context, name: NameArgument, store: StoreOption = None, as_json: JsonOption = False) -> None:
+def add(context: typer.Context, name: NameArgument, store: RootOption = None, as_json: JsonOption = False) -> None:
     terminal = terminal_of(context, as_json)
     with _owned(context, store) as root:
         made = add_tenant(root, name)
@@ -107,7 +107,7 @@ def add(context: typer.Context, name: NameArgument, store: StoreOption = None, a
 def list_(
     context: typer.Context,
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", min=0.0, help="Longest time to count.")] = 5.0,
-    store: StoreOption = None,
+    store: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)
@@ -137,7 +137,7 @@ def rotate(
     context: typer.Context,
     name: NameArgument,
     yes: Annotated[bool, typer.Option("--yes", help="Really do it.")] = False,
-    store: StoreOption = None,
+    store: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)
@@ -180,7 +180,7 @@ def quota(
     context: typer.Context,
     name: NameArgument,
     size: Annotated[str, typer.Argument(metavar="SIZE", help='Such as 10GiB, or "none".')],
-    store: StoreOption = None,
+    store: RootOption = None,
     as_json: JsonOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.cli.options import JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.options import JsonLinesOption, StoreOption, config_of, terminal_of, url_of
 from kvstore.cli.readings import (
     ClusterSource,
     DirectorySource,
@@ -34,10 +34,12 @@ from kvstore.store import cluster_of, store_root
 
 _HELP = """Watch the nodes of a store or a cluster: state, fill, records, and what they do a second.
 
-Names a store's directory or a cluster.toml. A directory is read as files, beside its owner; its fill is what it
-occupies on disk. A cluster is asked through its servers; its fill is live slots, and what clients count is that of the
-process which looks after the store, where that is on this machine. Ends with Ctrl-C. Without a terminal, or with
---once, one frame is printed, from two readings --interval apart. With --json a line of JSON for each frame.
+STORE is a store's directory, a cluster.toml or etcd://HOST:PORT/NAME. A directory is read as files, beside its owner;
+its fill is what it occupies on disk. A cluster is asked through its servers; its fill is live slots, and what clients
+count is that of the process which looks after the store, where that is on this machine. Reads are requests for shards
+that a server answered; what clients on its machine read from the shared slab is not in them. Ends with Ctrl-C. Without
+a terminal, or with --once, one frame is printed, from two readings --interval apart. With --json a line of JSON for
+each frame.
 
 \b
 Examples:
@@ -59,14 +61,14 @@ def register(app: typer.Typer) -> None:
 def top(
     context: typer.Context,
     place: Annotated[
-        str | None, typer.Argument(metavar="STORE", help="A store's directory or a cluster.toml, as --store.")
+        str | None, typer.Argument(metavar="STORE", help="As --store.")
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     interval: Annotated[
         float, typer.Option("--interval", metavar="S", min=_LEAST_INTERVAL_S, help="Seconds between frames.")
     ] = 1.0,
     store: StoreOption = None,
-    as_json: JsonOption = False,
+    as_json: JsonLinesOption = False,
 ) -> None:
     terminal = terminal_of(context, as_json)
     url = url_of(config_of(context, place if place is not None else store))

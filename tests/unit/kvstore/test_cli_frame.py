@@ -83,6 +83,26 @@ def test_help_of_every_command_has_an_example_and_json(name: str) -> None:
     assert "\b" not in shown.out
 
 
+ROOT_ALONE = "The store: its root."
+A_CLUSTER = {"cluster replace-node": "The cluster: cluster.toml or etcd URL.",
+             "cluster move-node": "The cluster: etcd://HOST:PORT/NAME.",
+             **dict.fromkeys(("put", "get", "match", "repair", "scrub", "gc", "sweep", "tenant purge", "top", "config",
+                              "doctor"), "The store: root, cluster.toml or etcd URL.")}
+
+
+@pytest.mark.parametrize("name", [*A_CLUSTER, "init", "status", "ls", "inspect", "fsck", "node replace", "tenant add",
+                                  "tenant list", "tenant rotate", "tenant quota"])
+def test_help_says_what_a_command_takes_for_a_store(name: str) -> None:
+    shown = " ".join(run(*name.split(), "--help").out.split())
+    said = re.findall(r"--store URL (.+?\.) Default: \$KVSTORE_STORE\.", shown)
+    assert said == [A_CLUSTER.get(name, ROOT_ALONE)]
+
+
+@pytest.mark.parametrize("name", ["top", "node serve"])
+def test_help_says_which_commands_print_several_documents(name: str) -> None:
+    assert "Print JSON documents, one a line, instead of text." in " ".join(run(*name.split(), "--help").out.split())
+
+
 def test_the_document_names_every_command_option_exit_code_and_finding() -> None:
     document = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     for name in COMMANDS:
