@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvstore.cli.options import JsonOption, terminal_of
+from kvstore.cli.options import JsonOption, root_options, terminal_of
 from kvstore.demo.source import require_extras
 
 _HELP = """Prefill a real model cold and warm, and draw what ran when: fetch, copy, compute.
@@ -44,7 +44,7 @@ def _group() -> None:
 def demo(
     context: typer.Context,
     store: Annotated[
-        str | None, typer.Option("--store", metavar="URL", help="A store to use.  [default: a temporary one]")
+        str | None, typer.Option("--store", metavar="URL", help="A store or cluster to use.  [default: a new store]")
     ] = None,
     out: Annotated[str, typer.Option("--out", metavar="DIR", help="Where the timeline goes.")] = ".",
     prompt_tokens: Annotated[
@@ -60,7 +60,8 @@ def demo(
     from gdr.demo import run  # Lazily: see the module docstring.
 
     terminal = terminal_of(context, as_json)
-    found = run(store=store, out=out, prompt_tokens=prompt_tokens, new_tokens=new_tokens, threads=threads,
+    url = store if store is not None else root_options(context).store
+    found = run(store=url, out=out, prompt_tokens=prompt_tokens, new_tokens=new_tokens, threads=threads,
                 remark=terminal.remark)
     terminal.result(found.document(), lambda console: console.print(found.table()))
     return found.exit_code
