@@ -237,7 +237,7 @@ def _new_client(url: EtcdUrl) -> Any:
     try:
         import aetcd
     except ImportError as error:
-        raise InvalidArgument(f"{url}: etcd needs the package aetcd: install kvstore[etcd]") from error
+        raise InvalidArgument(f"{url}: etcd needs the package aetcd: in a clone, pip install '.[etcd]'") from error
     return aetcd.Client(url.host, url.port, timeout=ETCD_CALL_MS / 1000, options=_OPTIONS)
 
 

@@ -14,7 +14,7 @@ from kvstore.demo.source import require_extras
 
 _HELP = """Prefill a real model cold and warm, and draw what ran when: fetch, copy, compute.
 
-Needs the extra `transformers` (pip install "kvstore[transformers]") and, for the picture, matplotlib. Writes
+Needs the extra `transformers` (in a clone: pip install ".[transformers]") and, for the picture, matplotlib. Writes
 swap-in-timeline.json (chrome://tracing, Perfetto) and swap-in-timeline.png. Exits non-zero when the warm run does
 not give the cold run's tokens.
 

@@ -14,10 +14,10 @@ from kvstore.store import cluster_of, store_root
 _HELP = """Watch a real language model resume a conversation from erasure-coded blocks, with nodes removed and bytes
 flipped.
 
-Needs the extra `transformers` (pip install "kvstore[transformers]"). Everything happens in a directory of its own,
-which is removed at the end unless --keep is given. With --store the turns use that store or the cluster of that
-cluster.toml, under keys of this run alone, and nothing in it is damaged; KVSTORE_STORE is not looked at. Exits
-non-zero when any step does not come out exactly as it must.
+Needs the extra `transformers` (in a clone: pip install ".[transformers]"). Everything happens in a directory of its
+own, which is removed at the end unless --keep is given. With --store the turns use that store or cluster, under keys of
+this run alone, and nothing in it is damaged; KVSTORE_STORE is not looked at. Exits non-zero when any step does not come
+out exactly as it must.
 
 \b
 Examples:
@@ -39,7 +39,9 @@ def demo(
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave that directory behind.")] = False,
     turns: Annotated[int, typer.Option("--turns", metavar="N", help="Turns of the conversation, 1 to 6.")] = 3,
-    store: Annotated[str | None, typer.Option("--store", metavar="URL", help="Use this existing store.")] = None,
+    store: Annotated[
+        str | None, typer.Option("--store", metavar="URL", help="Use this existing store or cluster.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     from kvstore.demo import run

@@ -35,7 +35,7 @@ class PlotFile:
             self._figures: Any = import_module("matplotlib.figure")
         except ImportError as error:
             raise UsageMistake(
-                f"--plot needs matplotlib, which is not installed ({error}): pip install 'kvstore[plot]'"
+                f"--plot needs matplotlib, which is not installed ({error}): in a clone, pip install '.[plot]'"
             ) from None
         self._path = path
 

