@@ -3,6 +3,7 @@
     store.toml      below; written last, so a root in which `init` was interrupted is no store
     tenants.toml    the tenants file, 0600 (`kvstore/tenants.py`)
     lock            flock of the owner, holds its process id
+    tombstones      tenant tags that were purged (`efs/tombstones.py`)
     counters        what the client counts (`efs/metrics.py`)
     upkeep          how far long work has come, and which nodes are not up to date (`efs/progress.py`)
     nodes/00 … 11   node directories, unless they were given places of their own
