@@ -15,11 +15,11 @@ itself is never sent. Without a token on a side its proof is empty, and not aske
 server that has none. What is sent after the handshake is neither encrypted nor signed: on a network that others can
 read or write, put a tunnel around it.
 
-*Roles.* `data` may do what fetches, puts and their repairs need: LOOK_UP, HEADERS, READ, PUT, TOUCH, VERIFY (a node
-checks its own record, and drops it only if it finds it bad), INFO, TENANT_BYTES. `operator` may also list what is held,
-remove it and have it evicted: LIST, DROP, COLLECT, BURY, which is what sweeps, scrubs, whole repairs and purges need;
-and give a spare its place: TAKE_PLACE. A server may have a second token for operators; then the first one makes nobody
-an operator. Without tokens (loopback and Unix sockets only) everybody who reaches it may choose.
+*Roles.* `data` may do what fetches, puts and their repairs need: LOOK_UP, GET, HEADERS, READ, PUT, TOUCH, VERIFY (a
+node checks its own record, and drops it only if it finds it bad), INFO, TENANT_BYTES. `operator` may also list what is
+held, remove it and have it evicted: LIST, DROP, COLLECT, BURY, which is what sweeps, scrubs, whole repairs and purges
+need; and give a spare its place: TAKE_PLACE. A server may have a second token for operators; then the first one makes
+nobody an operator. Without tokens (loopback and Unix sockets only) everybody who reaches it may choose.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ of rows follow from lengths where they can; where they cannot, a request begins 
     READ      uint32 rows, then of each span: int64 location, uint32 slots, uint32 shard bytes, uint32 slot bytes
       PIECE   uint64 position of its body in the slots of all spans, one after the other; pieces come in order
       answer  empty, after the last piece
-    PUT       uint32 records, header bytes, shard bytes, slot bytes, stamp; uint8 repair; the keys; the headers.
-              Body: the slots
+    PUT       uint32 records, header bytes, shard bytes, slot bytes, stamp; uint8 repair; uint64 map version,
+              or 0; the keys; the headers. Body: the slots
       answer  uint8 stored for each record; then why the others were not, UTF-8, maybe empty
     TOUCH     uint32 stamp, uint8 what follows: 0 keys, 1 locations
     DROP      array of [key, digest, generation, older than ms];  answer: how many

@@ -36,9 +36,9 @@ HELP = """Serve one or several node directories, until SIGTERM or SIGINT.
 
 Each --listen is unix:PATH or tcp:HOST:PORT (port 0: any). An address that other machines can reach needs --token-file,
 a file of mode 0600 with a secret of at least 16 bytes; clients then have to know it. With --operator-token-file too,
-only who knows that one may list, drop and collect. Owns the directories; a second owner is refused with the pid of
-the first. Prints a line for each node once all of them are served. On SIGTERM requests under way are answered, nodes
-are closed cleanly, and the exit code is 0.
+only who knows that one may list or drop what is held, have it evicted, purge a tenant, or give a spare its place. Owns
+the directories; a second owner is refused with the pid of the first. Prints a line for each node once all of them are
+served. On SIGTERM requests under way are answered, nodes are closed cleanly, and the exit code is 0.
 
 Slabs are read through memory maps, so a disk that fails to read ends the process; --no-mapped reads them with calls.
 --durability must be what the cluster was made with: clients refuse a server that promises something else, and in the
@@ -51,8 +51,8 @@ A directory that `kvstore cluster add-spare` made is served as a spare: it waits
 give it a place, and is that node from then on.
 
 With --metrics a second, small HTTP server answers /metrics (Prometheus) and /healthz (200, or 503 and one line why
-not: read-only, hung, draining). It asks for no token and shows counters only, never data: name an address that other
-machines reach only if these may see them.
+not: hung, read-only, without its index, draining). It asks for no token and shows numbers only, never data: name an
+address that other machines reach only if these may see them.
 
 Exit codes: 0 ended when told to; 2 wrong request; 8 could not run.
 
