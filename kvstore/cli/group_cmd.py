@@ -34,8 +34,8 @@ HELP = """Add an EC group of twelve nodes to a cluster: a cluster.toml, or a map
 
 Makes twelve node directories under ROOT, unless they are there from an earlier try, and then looks whether their
 servers answer. If all do, the group is added to the cluster; else start them and give the same command again. New
-blocks are then spread over all groups. What is stored stays where it is: for the retention time look-ups go to the new
-owner of a block and then to the one before, and blocks that are put again move.
+blocks are then spread over all groups. Nothing is copied at once: for the retention time look-ups go to the new owner
+of a block and then to the one before, and blocks that are put again or read move. The rest stays where it is.
 
 --listen as for `init`; or give --address once, where one process serves all of them, or twelve times. With the servers
 stopped ROOT is a store like any other, for fsck and repair. A cluster.toml is written anew, without its comments; give
