@@ -32,11 +32,11 @@ from kvstore.cli.terminal import Terminal
 
 REPLACE = """Put another, empty node into the place N of a cluster, for `kvstore repair` to fill.
 
-Without --directory and --address it is a spare of the cluster (`add-spare`), the first one whose server answers; those
-before it are named and left where they are. In one write it leaves the list of spares and has the place; then its
-server is told, and serves as node N without a restart. This works for a cluster.toml and a map in etcd. With both
-options, for a map in etcd, the node is made in --directory, which must be absent or empty, on this machine; serve it
-at --address then.
+Without --directory and --address it is a spare of the cluster (`add-spare`), the first one whose server answers, unless
+it is smaller than all other nodes of the group; those before it are named and left where they are. In one write it
+leaves the list of spares and has the place; then its server is told, and serves as node N without a restart. This works
+for a cluster.toml and a map in etcd. With both options, for a map in etcd, the node is made in --directory, which must
+be absent or empty, on this machine; serve it at --address then.
 
 The new node has an identity of its own: clients refuse the old server from the moment they see the new map, wherever it
 turns up. Refused while the old server holds its lease, and for a spare also while it answers: stop it first. Needs
@@ -44,7 +44,7 @@ turns up. Refused while the old server holds its lease, and for a spare also whi
 the new node too: with the servers stopped `kvstore fsck` works on it as before.
 
 Exit codes: 0 done; 1 the spare has the place, and its server does not answer any more: give the command again; 2 wrong
-request; 8 could not run, or no spare answers.
+request; 8 could not run, or no spare answers and is large enough.
 
 \b
 Examples:
