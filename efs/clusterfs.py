@@ -190,20 +190,33 @@ class _Client:
                 for number, (endpoint, node_id) in enumerate(zip(config.endpoints, config.node_ids, strict=True))]
 
     async def _connect(self, places: Sequence[RemotePlace], others_tolerated: int) -> list[RemoteNode]:
-        """Connect to all nodes of some groups at once. Servers that are another node or refuse are tried again later,
-        where so few are tolerated."""
-        made: list[RemoteNode | BaseException] = list(await asyncio.gather(
-            *(RemoteNode.open(place, self._clock, self._counters, WIRE_HANDSHAKE_MS) for place in places),
-            return_exceptions=True))
+        """Connect to all nodes of some groups at once. Where that fails or is given up, no connection is left."""
+        opened: list[RemoteNode] = []
+        try:
+            return await self._open_nodes(places, others_tolerated, opened)
+        except BaseException:
+            await asyncio.gather(*(node.close() for node in opened))
+            raise
+
+    async def _open_nodes(self, places: Sequence[RemotePlace], others_tolerated: int,
+                          opened: list[RemoteNode]) -> list[RemoteNode]:
+        """Open nodes, each of which is in `opened` as soon as it is open. Servers that are another node or refuse are
+        tried again later, where so few are tolerated."""
+        async def one(place: RemotePlace) -> RemoteNode:
+            node = await RemoteNode.open(place, self._clock, self._counters, WIRE_HANDSHAKE_MS)
+            opened.append(node)
+            return node
+
+        made = list(await asyncio.gather(*map(one, places), return_exceptions=True))
         others = [at for at, failure in enumerate(made) if isinstance(failure, IdentityMismatch | HandshakeFailed)]
         if max(Counter(at // STRIPE_SHARDS for at in others).values(), default=0) <= others_tolerated:
             for at in others:
                 _LOG.warning("a node is not where it should be: %s", made[at])
-                made[at] = RemoteNode.begin(places[at], self._clock, self._counters)
+                made[at] = node = RemoteNode.begin(places[at], self._clock, self._counters)
+                opened.append(node)
         nodes = [node for node in made if isinstance(node, RemoteNode)]
         failures = [failure for failure in made if isinstance(failure, BaseException)]
         if failures:
-            await asyncio.gather(*(node.close() for node in nodes))
             first = next((failure for failure in failures if isinstance(failure, EfsError)), failures[0])
             raise first if isinstance(first, EfsError) else RuntimeError("a node could not be made") from first
         for node in nodes:

@@ -1,21 +1,33 @@
-"""A client of a cluster, without its servers: what it makes, and what it leaves where that fails."""
+"""A client of a cluster, without its servers or with some in this process: what it makes, and what it leaves where that
+fails."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from efs.clock import SystemClock
+from efs.clock import Clock, SystemClock
 from efs.clusterfile import ClusterConfig
 from efs.clusterfs import _Client
-from efs.endpoint import parse_endpoint
+from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import OpenFailed
+from efs.link import RemotePlace
+from efs.metrics import CounterFile
 from efs.osio import SystemIo
 from efs.ownership import Ownership
 from efs.progress import PROGRESS_FILE
+from efs.remote import RemoteNode
+from efs.server import NodeServer
+from efs.session import ServedNode
+from tests.support.memorynode import MemoryNode
+from tests.support.servers import short_directory
+from tests.support.waiting import came_true
 
 
 def config_of(groups: int, root: Path) -> ClusterConfig:
@@ -62,3 +74,66 @@ async def test_of_several_groups_of_which_one_cannot_be_opened_nothing_is_left(t
     assert {task.get_name() for task in asyncio.all_tasks()} >= {"mend", "sweep", "move"}
     await client.filesystem.close()
     assert asyncio.all_tasks() == before
+
+
+@asynccontextmanager
+async def one_of_twelve_is_deaf() -> AsyncIterator[tuple[ClusterConfig, NodeServer, Path]]:
+    """A cluster of one group: eleven nodes are served at one address, at that of the last one nobody speaks."""
+    with short_directory() as root, socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(root / "deaf"))
+        deaf.listen(64)
+        config = config_of(1, root)
+        served = [ServedNode(MemoryNode(index, SystemClock()), config.cluster_id, config.node_ids[index], "process",
+                             CounterFile.in_memory()) for index in range(11)]
+        server = NodeServer(served, SystemIo(), SystemClock())
+        endpoint = server.listen(parse_endpoint("unix:s", str(root)))
+        yield replace(config, endpoints=(*[endpoint] * 11, Endpoint(path=str(root / "deaf")))), server, root
+        await server.close()
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[RemoteNode]:
+    """The nodes that the client has opened."""
+    nodes, real = list[RemoteNode](), RemoteNode.open
+
+    async def noted(place: RemotePlace, clock: Clock, counters: CounterFile, wait_ms: float) -> RemoteNode:
+        nodes.append(await real(place, clock, counters, wait_ms))
+        return nodes[-1]
+
+    monkeypatch.setattr(RemoteNode, "open", noted)
+    return nodes
+
+
+async def test_an_opening_that_is_given_up_leaves_no_connection(opened: list[RemoteNode]) -> None:
+    async with one_of_twelve_is_deaf() as (config, server, root):
+        async def read() -> ClusterConfig:
+            return config
+
+        before = asyncio.all_tasks()
+        opening = asyncio.create_task(_Client.open(read, str(root), 0, SystemIo(), SystemClock(), "none", False, False))
+        assert await came_true(lambda: len(opened) == 11)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert await came_true(lambda: asyncio.all_tasks() == before and server.connections == 0)
+
+
+async def test_a_store_that_closes_while_it_connects_to_a_new_group_leaves_no_connection(
+    opened: list[RemoteNode]
+) -> None:
+    async with one_of_twelve_is_deaf() as (second, server, root):
+        first = config_of(1, root / "nowhere")
+        ids = tuple(f"{number:032x}" for number in range(100, 112))
+        first = replace(first, node_ids=ids, upkeep_host=None)
+        both = replace(first, version=2, node_ids=ids + second.node_ids, endpoints=first.endpoints + second.endpoints,
+                       ownership=Ownership((0, 1)))
+
+        async def read() -> ClusterConfig:
+            return first
+
+        before = asyncio.all_tasks()
+        client = await _Client.open(read, str(root), 0, SystemIo(), SystemClock(), "none", False, False)
+        client.filesystem.attend("map", lambda: client.follow(both))
+        assert await came_true(lambda: len(opened) == 12 + 11)
+        await client.filesystem.close()
+        assert await came_true(lambda: asyncio.all_tasks() == before and server.connections == 0)
