@@ -20,7 +20,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,12 +42,13 @@ from efs.cluster import (
 )
 from efs.codec import Codec
 from efs.contract import ABSENT, Node
-from efs.errors import EfsError, StoreClosed
+from efs.errors import EfsError, NodeReadOnly, NodeUnavailable, StoreClosed
 from efs.health import Health, NodeState
 from efs.joining import JoiningNode
 from efs.limits import (
     ACK_SHARDS,
     CLOSE_MS,
+    DATA_SHARDS,
     INFO_DEADLINE_MS,
     STRIPE_SHARDS,
     STUCK_AT_CLOSE_MS,
@@ -237,28 +238,34 @@ class FileSystem:
             return await self._matcher.present(keys, strict, deadline)
 
     async def drop(self, keys: Sequence[bytes], *, deadline_ms: float) -> int:
-        """Remove every version of these blocks from the nodes that can be reached; returns of how many keys something
-        was removed. What unreachable nodes hold stays; as long as they are at most two, it is not readable."""
-        return len(await self.drop_keys(keys, deadline_ms=deadline_ms))
+        """Remove every version of these blocks from the nodes that can be reached; returns how many blocks were
+        removed: one node at least has dropped what it held of the block, and all but two at most of those that held
+        some. What other nodes hold stays; as long as they are at most two, it is not readable. When no node has dropped
+        anything and one refuses to, its error is raised."""
+        return sum((await self.drop_keys(keys, deadline_ms=deadline_ms)).values())
 
-    async def drop_keys(self, keys: Sequence[bytes], *, deadline_ms: float) -> set[bytes]:
-        """`drop`; returns the keys of which something was removed."""
+    async def drop_keys(self, keys: Sequence[bytes], *, deadline_ms: float) -> dict[bytes, bool]:
+        """`drop`; returns of each key of which a node held something whether it was removed."""
         deadline = self._begin(keys, deadline_ms)
         self._may_change(dropping=True)
         nodes = self._reachable()
         tables, _ = await tables_of({index: (node, keys) for index, node in nodes.items()}, self.health, deadline,
                                     len(nodes))
-        dropped: set[bytes] = set()
+        held: dict[int, set[bytes]] = {}
         calls: dict[int, Coroutine[Any, Any, int]] = {}
         for index, table in tables.items():
             rows = [row for row, location in enumerate(table.location.tolist()) if location != ABSENT]
             items = [DropItem(keys[row], table.digest[row].tobytes(), int(table.generation[row])) for row in rows]
             items += [DropItem(keys[row.row], row.digest, row.generation) for row in table.extra]
-            dropped.update(item.key for item in items)
             if items:
+                held[index] = {item.key for item in items}
                 calls[index] = nodes[index].drop(items, deadline)
-        await all_of(calls, deadline, len(calls))
-        return dropped
+        done, errors = await all_of(calls, deadline, len(calls))
+        if not done:
+            _raise_refusal(errors.values())
+        holders = Counter(key for some in held.values() for key in some)
+        gone = Counter(key for index in done for key in held[index])
+        return {key: 0 < gone[key] >= count - (STRIPE_SHARDS - DATA_SHARDS) for key, count in holders.items()}
 
     # -- space ----------------------------------------------------------------------------------------------------
 
@@ -399,6 +406,13 @@ class FileSystem:
 
     def _reachable(self) -> dict[int, Node]:
         return {index: node for index in self.health.readable() if (node := self._nodes[index]) is not None}
+
+
+def _raise_refusal(errors: Iterable[EfsError]) -> None:
+    """Raise the first of these that says that a node does not do what it is asked; not that it cannot be reached."""
+    for error in errors:
+        if isinstance(error, NodeReadOnly) or not isinstance(error, NodeUnavailable):
+            raise error
 
 
 async def _open_nodes(config: StoreConfig, io: Io, clock: Clock, mapped: bool,

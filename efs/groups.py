@@ -211,7 +211,8 @@ class GroupedFileSystem:
         return _first(~present)
 
     async def drop(self, keys: Sequence[bytes], *, deadline_ms: float) -> int:
-        """`FileSystem.drop`, at the owners of today and of the retention time."""
+        """`FileSystem.drop`, at the owners of today and of the retention time: a block is removed when it is from each
+        group that held some of it, and one group that refuses is enough for its error."""
         deadline = self._begin(keys, deadline_ms)
         if not keys:
             return 0
@@ -220,7 +221,10 @@ class GroupedFileSystem:
         calls = [self.groups[group].drop_keys(_chosen(keys, rows), deadline_ms=_left_ms(deadline))
                  for level, asked in enumerate(owners)
                  for group, rows in _split(asked, None if not level else asked != owners[level - 1])]
-        return len(set[bytes]().union(*await _together(calls)))
+        removed: dict[bytes, bool] = {}
+        for found in await _together(calls):
+            removed.update((key, gone and removed.get(key, True)) for key, gone in found.items())
+        return sum(removed.values())
 
     async def look_up_all(self, key: bytes, *, deadline_ms: float) -> tuple[ShardReport, ...]:
         """`FileSystem.look_up_all`, at all owners that are asked for the key."""

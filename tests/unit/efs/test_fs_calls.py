@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import array
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from efs.clock import Deadline
 from efs.codec import Codec
-from efs.errors import InvalidArgument, NodeReadOnly, StoreClosed
+from efs.errors import EfsError, InvalidArgument, NodeReadOnly, NodeUnavailable, StoreClosed
 from efs.fs import FileSystem
 from efs.limits import MAX_KEYS_PER_CALL, STRIPE_SHARDS
 from efs.metrics import CounterFile
 from efs.placement import placement_group, rotation_of
-from efs.types import PutItem, PutReport
+from efs.types import DropItem, PutItem, PutReport
 from tests.support.bench import Bench, make_bench
 from tests.support.blocks import TINY, Blocks, make_blocks, sound_versions
 
@@ -130,6 +131,45 @@ async def test_dropped_blocks_are_gone_with_all_their_versions(filesystem: FileS
     assert [bench.records(key) for key in first.keys] == [0, 0, 0, 24, 24]
     assert await filesystem.match(first.keys, deadline_ms=DEADLINE_MS) == 0
     assert await filesystem.match(first.keys[3:], deadline_ms=DEADLINE_MS) == 2
+
+
+@pytest.mark.parametrize(("failing", "counted"), [(2, 3), (3, 0), (12, 0)])
+@pytest.mark.parametrize("silent", [False, True])
+async def test_only_blocks_that_were_dropped_where_they_were_held_are_counted(
+    filesystem: FileSystem, bench: Bench, monkeypatch: pytest.MonkeyPatch, failing: int, counted: int, silent: bool
+) -> None:
+    async def fails(items: Sequence[DropItem], deadline: Deadline) -> int:
+        if silent:
+            await asyncio.Event().wait()
+        raise NodeUnavailable(0, "its disk fails")
+
+    blocks = make_blocks(3)
+    await put(filesystem, blocks)
+    for node in bench.nodes[:failing]:
+        monkeypatch.setattr(node, "drop", fails)
+    assert await filesystem.drop(blocks.keys, deadline_ms=200) == counted
+    assert {bench.records(key) for key in blocks.keys} == {failing}
+    assert await filesystem.match(blocks.keys, deadline_ms=DEADLINE_MS) == (3 if failing == 12 else 0)
+    monkeypatch.undo()
+    assert await filesystem.drop(blocks.keys, deadline_ms=DEADLINE_MS) == 3
+    assert {bench.records(key) for key in blocks.keys} == {0}
+
+
+@pytest.mark.parametrize("refusal", [InvalidArgument("DROP is for operators"), NodeReadOnly(0, "its fsync failed")])
+async def test_a_drop_that_every_node_refuses_is_refused(
+    filesystem: FileSystem, bench: Bench, monkeypatch: pytest.MonkeyPatch, refusal: EfsError
+) -> None:
+    async def refuses(items: Sequence[DropItem], deadline: Deadline) -> int:
+        raise refusal
+
+    blocks = make_blocks(3)
+    await put(filesystem, blocks)
+    for node in bench.nodes:
+        monkeypatch.setattr(node, "drop", refuses)
+    with pytest.raises(type(refusal)) as raised:
+        await filesystem.drop(blocks.keys, deadline_ms=DEADLINE_MS)
+    assert raised.value is refusal
+    assert await filesystem.match(blocks.keys, deadline_ms=DEADLINE_MS) == 3
 
 
 async def test_a_corrupt_shard_met_on_a_read_is_mended_in_the_background(filesystem: FileSystem, bench: Bench) -> None:

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 import pytest
 
-from efs.errors import InvalidArgument, StoreClosed
+from efs.clock import Deadline
+from efs.errors import InvalidArgument, NodeUnavailable, StoreClosed
 from efs.limits import HOLLOW_GRACE_MS, MAX_KEYS_PER_CALL
 from efs.shape import BlockShape
-from efs.types import GetReport, NodeInfo, PutReport
+from efs.types import DropItem, GetReport, NodeInfo, PutReport
 from tests.support.blocks import TINY, Blocks, make_blocks
 from tests.support.groupbench import RETENTION_SECONDS, GroupBench, make_groups
 from tests.support.waiting import came_true
@@ -338,6 +339,28 @@ async def test_a_dropped_block_does_not_come_back_from_its_previous_owner(one: G
     assert await one.filesystem.drop(blocks.keys, deadline_ms=DEADLINE_MS) == 48
     assert not any(one.holders(key) for key in blocks.keys)
     assert await one.filesystem.match(blocks.keys, deadline_ms=DEADLINE_MS) == 0
+
+
+@pytest.mark.parametrize("refusing", [False, True])
+async def test_a_block_that_one_of_its_owners_still_has_does_not_count_as_dropped(
+    one: GroupBench, monkeypatch: pytest.MonkeyPatch, refusing: bool
+) -> None:
+    async def fails(items: Sequence[DropItem], deadline: Deadline) -> int:
+        raise InvalidArgument("DROP is for operators") if refusing else NodeUnavailable(0, "its disk fails")
+
+    blocks = make_blocks(48, seed=26, run=4)
+    await put(one, blocks)
+    one.add_group()
+    await put(one, blocks)
+    for twin in one.twins[1]:
+        monkeypatch.setattr(twin, "drop", fails)
+    if refusing:
+        with pytest.raises(InvalidArgument, match="for operators"):
+            await one.filesystem.drop(blocks.keys, deadline_ms=DEADLINE_MS)
+        return
+    theirs = one.rows(blocks, 1)
+    assert await one.filesystem.drop(blocks.keys, deadline_ms=DEADLINE_MS) == 48 - len(theirs)
+    assert [at for at, key in enumerate(blocks.keys) if one.holders(key)] == theirs
 
 
 async def test_another_version_at_the_new_owner_is_never_mixed_with_the_old_one(one: GroupBench) -> None:
