@@ -313,7 +313,9 @@ class Link:
             elif pending.answer is not None and not pending.answer.done():
                 raise WireError("a table that was not asked for")
         else:
-            self._answered(self._pending.pop(header.request_id), header, metadata)
+            # Until it is answered it is pending, so that an answer that cannot be read ends it with the connection.
+            self._answered(self._pending[header.request_id], header, metadata)
+            del self._pending[header.request_id]
 
     def _answered(self, pending: _Pending, header: Header, metadata: bytes) -> None:
         answer = pending.answer
