@@ -200,17 +200,17 @@ class Link:
                   body: Sequence[Buffer] = (), body_bytes: int = 0, pieces: Pieces | None = None) -> T:
         """What `decode` makes of the metadata of the answer. The body must not change until it is there, also when the
         call was given up. NodeUnavailable, also for an answer that cannot be decoded, which ends the connection; or
-        what the server answered instead."""
+        what the server answered instead. WireError for what no frame can hold; then nothing is sent."""
         stream = self._require_ready()
         left = deadline.left()
         if left <= 0:
             raise self.unavailable("no answer by the deadline")
         request_id, self._next_id = self._next_id, self._next_id + 1
+        frame = encode_frame(kind, request_id, metadata, body_bytes=body_bytes, deadline_ms=max(1, int(left * 1000)))
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         now = self._clock.monotonic()
         pending = self._pending[request_id] = _Pending(answer, pieces, now, now + left)
-        stream.send(encode_frame(kind, request_id, metadata, body_bytes=body_bytes,
-                                 deadline_ms=max(1, int(left * 1000))), *body)
+        stream.send(frame, *body)
         try:
             await asyncio.wait((answer,), timeout=left)
             if not answer.done():

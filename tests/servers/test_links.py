@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from efs.clock import Deadline, SystemClock
 from efs.contract import Landing, NodeTable, Span, Stride
-from efs.errors import NodeUnavailable
+from efs.errors import NodeUnavailable, WireError
+from efs.limits import WIRE_METADATA_BYTES
 from efs.link import RemotePlace
-from efs.messages import encode_get_table, encode_position
+from efs.messages import decode_nothing, encode_get_table, encode_position
 from efs.metrics import CounterFile
 from efs.remote import RemoteNode
 from efs.shard import header_bytes
@@ -247,6 +248,15 @@ async def test_an_exception_of_the_caller_comes_out_of_the_read_and_the_connecti
         await node.read([(Span(0, 2, SLOT, SLOT), landing)], seen.append, soon())
         assert seen == [0]
         assert server.lost == 0
+
+
+async def test_what_no_frame_can_hold_is_not_sent_and_not_waited_for() -> None:
+    async with answered(lambda h, m: [end(h)]) as (node, server, _):
+        with pytest.raises(WireError, match=f"at most {WIRE_METADATA_BYTES}"):
+            await node._reading.ask(Kind.BURY, bytes(WIRE_METADATA_BYTES + 1), soon(), decode_nothing)
+        assert not node._reading._pending
+        await node._reading.ask(Kind.BURY, b"", soon(), decode_nothing)
+        assert server.asked == [Kind.BURY]
 
 
 async def test_a_server_that_never_answers_is_suspect_and_refused_at_once() -> None:
