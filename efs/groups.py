@@ -457,10 +457,18 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         failed = [task for task in tasks if task in done and task.exception() is not None]
         return [task.result() for task in failed or tasks]
     finally:
-        for task in tasks:
-            task.cancel()
-        while not all(task.done() for task in tasks):
-            try:
-                await asyncio.wait(tasks)
-            except asyncio.CancelledError:
-                continue
+        await _ended(tasks)
+
+
+async def _ended(tasks: Sequence[asyncio.Task[T]]) -> None:
+    """Cancel tasks and wait until all have ended. A cancellation that comes meanwhile is raised then."""
+    cancelled: asyncio.CancelledError | None = None
+    for task in tasks:
+        task.cancel()
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

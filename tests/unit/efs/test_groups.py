@@ -12,6 +12,7 @@ import pytest
 
 from efs.clock import Deadline
 from efs.errors import InvalidArgument, NodeUnavailable, StoreClosed
+from efs.groups import _together
 from efs.limits import HOLLOW_GRACE_MS, MAX_KEYS_PER_CALL
 from efs.shape import BlockShape
 from efs.types import DropItem, GetReport, NodeInfo, PutReport
@@ -425,6 +426,36 @@ async def test_a_course_of_puts_drops_losses_and_added_groups_against_a_dictiona
     assert one.counters.get("previous_owner_blocks") > 10
     assert (one.counters.get("move_done") > 0) == move
     await one.filesystem.close()
+
+
+# -- Calls to several groups ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cancels", [1, 2])
+async def test_a_cancellation_that_comes_while_other_calls_end_is_heeded_when_they_have(cancels: int) -> None:
+    ending, gate, ended = asyncio.Event(), asyncio.Event(), list[bool]()
+
+    async def fails() -> None:
+        raise InvalidArgument("not this one")
+
+    async def ends_slowly() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await gate.wait()
+            ended.append(True)
+
+    task = asyncio.create_task(_together([fails(), ends_slowly()]))
+    await ending.wait()
+    for _ in range(cancels):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
 
 
 # -- Draining ---------------------------------------------------------------------------------------------------------
