@@ -299,6 +299,8 @@ MOVE_BATCH_BYTES: Final = 8 * MIB
 what puts may admit."""
 MOVE_BATCHES_PER_SECOND: Final = 10
 """73 MB/s of V4.1 blocks where no calls are running, as repair; 7 MB/s where they never end."""
+MOVE_WAIT_SHARE: Final = 0.5
+"""Of a drop's deadline, for a batch that has some of its blocks: a move that hangs must leave the drop its time."""
 MOVE_REST_MS: Final = 60_000.0
 """A block that could not be moved is left alone for so long: each further try would fetch it once more."""
 

@@ -188,6 +188,21 @@ async def test_a_dropped_block_is_not_brought_back(bench: GroupBench) -> None:
     assert stages >= {(False, False), (True, False)}, "before it was moved, and while it was"
 
 
+async def test_a_move_that_hangs_leaves_a_drop_time_to_drop(
+    bench: GroupBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = make_blocks(24, seed=8, run=4)
+    moved = await grown(bench, blocks)
+    gate = asyncio.Event()
+    asked = spy(monkeypatch, bench.filesystem.groups[0], gate.wait)
+    assert (await fetch(bench, blocks))[0].blocks == 24
+    assert await came_true(lambda: bool(asked))
+    assert await bench.filesystem.drop(blocks.keys, deadline_ms=2_000) == 24
+    assert not any(bench.holders(key) for key in blocks.keys)
+    gate.set()
+    assert await settled(bench) == (len(moved), 0, 0, len(moved))
+
+
 # -- Bounds -----------------------------------------------------------------------------------------------------------
 
 
