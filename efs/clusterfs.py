@@ -40,6 +40,7 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final, Literal
 
 from efs.clock import Clock, Deadline, SystemClock
@@ -291,7 +292,8 @@ class _Client:
         return self._map_held.version > version
 
     async def follow(self, found: ClusterConfig) -> None:
-        """Go over to a later description of the cluster: other nodes and addresses, further groups."""
+        """Go over to a later description of the cluster: other nodes and addresses, further groups. Where the groups
+        cannot be opened, the places are followed all the same, and the version in use stays that of before."""
         async with self._changing:
             await self._follow(found)
 
@@ -309,6 +311,7 @@ class _Client:
             await node.relink(place)
             self.filesystem.note_replaced(number, place.node_id, str(place.endpoint))
             self._counters.add("places_changed")
+        self._config = _as_before(found, held)
         if found.ownership != held.ownership:
             await self._extend(found, places[len(self._nodes) :])
         self.filesystem.drain(found.draining)
@@ -332,6 +335,14 @@ class _Client:
 def _notes(root: str, group: int) -> str:
     """Where the one who looks after the store notes what concerns a group."""
     return root if group == 0 else os.path.join(root, f"group-{group:02d}")
+
+
+def _as_before(found: ClusterConfig, held: ClusterConfig) -> ClusterConfig:
+    """What was found of the groups that are open, by the version and the ownership of before."""
+    nodes = len(held.node_ids)
+    return replace(found, version=held.version, ownership=held.ownership, node_ids=found.node_ids[:nodes],
+                   endpoints=found.endpoints[:nodes], incarnations=found.incarnations[:nodes],
+                   draining=frozenset(number for number in found.draining if number < nodes))
 
 
 def _upkeep_lock(io: Io, root: str, config: ClusterConfig, care: Care) -> OwnerLock | None:

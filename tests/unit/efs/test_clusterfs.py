@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from efs.clock import Clock, SystemClock
-from efs.clusterfile import ClusterConfig
+from efs.clusterfile import ClusterConfig, Spare
 from efs.clusterfs import _Client
 from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import OpenFailed
@@ -74,6 +74,33 @@ async def test_of_several_groups_of_which_one_cannot_be_opened_nothing_is_left(t
     assert {task.get_name() for task in asyncio.all_tasks()} >= {"mend", "sweep", "move"}
     await client.filesystem.close()
     assert asyncio.all_tasks() == before
+
+
+async def test_places_that_changed_are_followed_once_also_when_a_new_group_cannot_be_opened(tmp_path: Path) -> None:
+    first, second = config_of(1, tmp_path), config_of(2, tmp_path)
+    first = replace(first, spares=(Spare(f"{99:032x}", second.endpoints[23]),))
+    # Nodes 0 and 1 have changed places, 2 is elsewhere, and 3 is one that was a spare.
+    second = replace(second, node_ids=(f"{1:032x}", f"{0:032x}", f"{2:032x}", f"{99:032x}", *second.node_ids[4:]),
+                     endpoints=(*second.endpoints[:2], parse_endpoint(f"unix:{tmp_path}/m2"), *second.endpoints[3:]))
+
+    async def read() -> ClusterConfig:
+        return first
+
+    client = await _Client.open(read, str(tmp_path), 0, SystemIo(), SystemClock(), "background", False, False)
+    # Where what concerns group 1 is noted stands something else.
+    (tmp_path / "group-01").touch()
+    for _ in range(2):
+        with pytest.raises(OpenFailed, match="group-01"):
+            await client.follow(second)
+        assert [node.place.node_id for node in client._nodes] == list(second.node_ids[:12])
+        assert [node.place.endpoint for node in client._nodes] == list(second.endpoints[:12])
+        assert client._counters.get("places_changed") == 4
+        assert (client._map_held.version, len(client.filesystem.groups)) == (1, 1)
+    (tmp_path / "group-01").unlink()
+    await client.follow(second)
+    assert client._counters.get("places_changed") == 4
+    assert (client._map_held.version, len(client.filesystem.groups)) == (2, 2)
+    await client.filesystem.close()
 
 
 @asynccontextmanager
