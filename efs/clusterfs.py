@@ -247,7 +247,10 @@ class _Client:
             return None, Progress(), {}
         notes = _notes(self._root, group)
         if not os.path.isdir(notes):
-            self._io.mkdir(notes)
+            try:
+                self._io.mkdir(notes)
+            except OSError as error:
+                raise OpenFailed(notes, error) from error
         left = await _bury(self._io, notes, nodes, tombstones, self._clock)
         return notes, read_progress(self._io, notes), left
 

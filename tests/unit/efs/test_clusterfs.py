@@ -4,6 +4,7 @@ fails."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from efs.clock import Clock, SystemClock
+from efs.clock import Clock, Deadline, SystemClock
 from efs.clusterfile import ClusterConfig, Spare
 from efs.clusterfs import _Client
 from efs.endpoint import Endpoint, parse_endpoint
@@ -25,6 +26,7 @@ from efs.progress import PROGRESS_FILE
 from efs.remote import RemoteNode
 from efs.server import NodeServer
 from efs.session import ServedNode
+from tests.support.faultio import FaultIo
 from tests.support.memorynode import MemoryNode
 from tests.support.servers import short_directory
 from tests.support.waiting import came_true
@@ -100,6 +102,25 @@ async def test_places_that_changed_are_followed_once_also_when_a_new_group_canno
     await client.follow(second)
     assert client._counters.get("places_changed") == 4
     assert (client._map_held.version, len(client.filesystem.groups)) == (2, 2)
+    await client.filesystem.close()
+
+
+async def test_a_directory_for_notes_that_cannot_be_made_is_named_and_ends_no_renewal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    io, clock, reading = FaultIo(), SystemClock(), [config_of(1, tmp_path), config_of(2, tmp_path)]
+
+    async def read() -> ClusterConfig:
+        return reading.pop(0) if len(reading) > 1 else reading[0]
+
+    client = await _Client.open(read, str(tmp_path), 0, io, clock, "background", False, False)
+    io.fail("mkdir", errno.EROFS, path="group-01", times=None)
+    with pytest.raises(OpenFailed, match="group-01: Read-only file system"):
+        await client.follow(reading[0])
+    client._map_held.refused = 1
+    assert not await client.renew(1, Deadline.after_ms(clock, 10_000))
+    assert "going on with version 1 of the map" in caplog.text
+    assert client.filesystem._background.restarts == 0
     await client.filesystem.close()
 
 
