@@ -27,7 +27,7 @@ from efs.errors import InvalidArgument, Locked, OpenFailed
 from efs.limits import MIB, WIRE_BACKLOG, WIRE_KEEPALIVE_SECONDS
 from efs.osio import Io
 
-_TCP: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]/]+):([0-9]{1,5})")
+_TCP: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]/\0]+):([0-9]{1,5})")
 MOST_PORT: Final = 65_535
 _MOST_PATH_BYTES: Final = 107
 _SOCKET_BUFFER_BYTES: Final = 1 * MIB
@@ -36,11 +36,19 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server listens: a path, or a host and a port."""
+    """Where a server listens: a path, or a host and a port. InvalidArgument names a host that nobody can look up."""
 
     path: str | None = None
     host: str = ""
     port: int = 0
+
+    def __post_init__(self) -> None:
+        try:
+            # What every look-up of a name begins with.
+            self.host.encode("idna")
+        except UnicodeError as error:
+            raise InvalidArgument(f"the host {self.host!r} is no name: each of its parts has 1 to 63 characters that "
+                                  "a name may have") from error
 
     def __str__(self) -> str:
         if self.path is not None:

@@ -114,6 +114,7 @@ def test_a_second_owner_is_refused_with_the_pid_of_the_first(made: Path, server:
     [
         (["--listen", "tcp:0.0.0.0:0"], 2, "needs a token file"),
         (["--listen", "udp:1.2.3.4:5"], 2, "must be unix:PATH or tcp:HOST:PORT"),
+        (["--listen", "tcp:a..b:7400"], 2, "the host 'a..b' is no name"),
         (["--listen", "unix:x", "--token-file", "/nowhere/token"], 8, "/nowhere/token"),
         (["--listen", "unix:x", "--operator-token-file", "x"], 2, "needs --token-file"),
         (["--listen", "unix:x", "--durability", "maybe"], 2, "must be process or power"),

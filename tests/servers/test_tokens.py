@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,7 +116,8 @@ def test_a_token_file_must_be_its_owners_alone_and_long_enough(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "text", ["", "unix:", "tcp:host", "tcp:host:99999", "tcp::1", "http:x", "tcp:a/b:1", "unix:" + "x" * 200]
+    "text", ["", "unix:", "tcp:host", "tcp:host:99999", "tcp::1", "http:x", "tcp:a/b:1", "tcp:a\0b:1",
+             "unix:" + "x" * 200]
 )
 def test_an_address_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument):
@@ -125,6 +127,17 @@ def test_an_address_that_is_none_is_refused(text: str) -> None:
 def test_a_port_that_there_is_not_is_named() -> None:
     with pytest.raises(InvalidArgument, match="has the port 65536, the last one is 65535"):
         parse_endpoint("tcp:host:65536")
+
+
+@pytest.mark.parametrize("host", ["a..b", ".a", "x" * 64, "ü" * 60, "\udcff"])
+def test_a_host_that_nobody_can_look_up_is_named(host: str) -> None:
+    refused = re.escape(f"the host {host!r} is no name")
+    with pytest.raises(InvalidArgument, match=refused):
+        parse_endpoint(f"tcp:{host}:7400")
+    with pytest.raises(InvalidArgument, match=refused):
+        Endpoint(host=host, port=7400)
+    for allowed in ("a.b.", "x" * 63, "bücher.example", "10.0.0.7"):
+        assert parse_endpoint(f"tcp:{allowed}:7400").host == allowed
 
 
 def test_a_socket_path_begins_where_its_file_is() -> None:
