@@ -28,7 +28,7 @@ from efs.types import NodeInfo
 from kvstore.cli import drain_cmd, group_cmd, localset_cmd, place_cmd, spare_cmd
 from kvstore.cli.addresses import SOCKETS, listening
 from kvstore.cli.description import run_alone, with_etcd
-from kvstore.cli.failures import NOT_ALL, UsageMistake
+from kvstore.cli.failures import NOT_ALL, ChangedMeanwhile, UsageMistake
 from kvstore.cli.options import (
     CapacityOption,
     DurabilityOption,
@@ -170,6 +170,8 @@ def status(
     async def ask() -> tuple[list[NodeInfo], list[dict[str, Json]]]:
         filesystem = await open_cluster(where, care="none")
         try:
+            if len(filesystem.groups) != config.ownership.groups:
+                raise ChangedMeanwhile(f"{where}: a group was added just now; ask again")
             token = None if config.token_file is None else read_token(SystemIo(), config.token_file)
             return await filesystem.nodes(), await spare_cmd.looked_at(config, Tokens(token))
         finally:

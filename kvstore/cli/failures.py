@@ -35,6 +35,12 @@ class UsageMistake(EfsError):
     exit_code = WRONG_REQUEST
 
 
+class ChangedMeanwhile(EfsError):
+    """What a command looks at was changed while it did. Run it again."""
+
+    retryable = True
+
+
 def one_line(text: str) -> str:
     """The text without line breaks, tabs and other control characters, so that it stays one line on any terminal."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

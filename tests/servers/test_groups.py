@@ -18,23 +18,24 @@ import pytest
 import torch
 
 from efs.cluster import read_store_config
-from efs.clusterfile import read_cluster
+from efs.clusterfile import ClusterConfig, add_group, read_cluster, write_cluster
 from efs.clusterfs import Care, open_cluster
 from efs.etcd import EtcdStore
 from efs.groups import GroupedFileSystem
-from efs.osio import SystemIo
+from efs.osio import Io, SystemIo
 from efs.ownership import owner_table
 from efs.placement import placement_group
 from efs.tombstones import read_tombstones
 from gdr.counters import Counters
 from gdr.pages import PagePool
 from gdr.writeback import WriteBack
+from kvstore.cli import cluster_cmd
 from kvstore.keys import Namespace
 from kvstore.layout import BlockLayout
 from kvstore.store import KVStore
 from tests.servers.test_cluster import BLOCKS, DEADLINE_MS, SHAPE, all_hit, fetch
 from tests.support.blocks import Blocks, make_blocks
-from tests.support.cli import Outcome, run_process
+from tests.support.cli import Outcome, run, run_process
 from tests.support.etcdprocess import etcd_process, map_of
 from tests.support.fakedevice import FakeDevice
 from tests.support.groupbench import MovedWall
@@ -313,6 +314,26 @@ async def test_a_store_and_its_commands_see_all_groups(groups: TwoGroups) -> Non
     groups.processes[1].kill()
     code, status = await asyncio.to_thread(run, "--json", "cluster", "status", groups.cluster.file)
     assert (code, status["nodes_serving"], status["nodes"][23]["state"]) == (1, 23, "suspect")
+
+
+def test_status_of_a_cluster_to_which_a_group_is_added_meanwhile_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [f"{number:032x}" for number in range(24)]
+    addresses = [f"unix:n{number}" for number in range(24)]
+    path = write_cluster(SystemIo(), str(tmp_path), "c" * 32, "process", ids[:12], addresses[:12], upkeep_host=None,
+                         token_file=None)
+
+    def read_before(io: Io, where: str) -> ClusterConfig:
+        found = read_cluster(io, where)
+        add_group(io, where, found, ids[12:], addresses[12:], 0)
+        return found
+
+    monkeypatch.setattr(cluster_cmd, "read_cluster", read_before)
+    outcome = run("cluster", "status", path)
+    assert (outcome.code, outcome.error_line) == (8, f"{path}: a group was added just now; ask again")
+    monkeypatch.undo()
+    assert len(run("--json", "cluster", "status", path).document()["nodes"]) == 24
 
 
 async def test_the_group_is_added_once_and_only_whole(groups: TwoGroups) -> None:
