@@ -107,9 +107,9 @@ async def _open_etcd(url: EtcdUrl, io: Io, clock: Clock, care: Care, mapped: boo
 
     try:
         root = (await store.read()).map.root
-        client = await _Client.open(read, root, OTHERS_TOLERATED, io, clock, care, mapped, scrub)
     finally:
         await store.close()
+    client = await _Client.open(read, root, OTHERS_TOLERATED, io, clock, care, mapped, scrub)
 
     async def apply(found: ClusterMap) -> None:
         await client.follow(found.config())

@@ -15,9 +15,11 @@ import pytest
 
 from efs.clock import Clock, Deadline, SystemClock
 from efs.clusterfile import ClusterConfig, Spare
-from efs.clusterfs import _Client
+from efs.clusterfs import _Client, open_cluster
+from efs.clustermap import ClusterMap, MapPlace
 from efs.endpoint import Endpoint, parse_endpoint
 from efs.errors import OpenFailed
+from efs.etcd import EtcdStore, HeldMap
 from efs.link import RemotePlace
 from efs.metrics import CounterFile
 from efs.osio import SystemIo
@@ -164,6 +166,34 @@ async def test_an_opening_that_is_given_up_leaves_no_connection(opened: list[Rem
         with pytest.raises(asyncio.CancelledError):
             await opening
         assert await came_true(lambda: asyncio.all_tasks() == before and server.connections == 0)
+
+
+async def test_an_opening_that_is_given_up_while_etcd_is_left_leaves_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, stores, closing = config_of(1, tmp_path), list[EtcdStore](), asyncio.Event()
+    places = tuple(MapPlace(node_id, str(endpoint), 1)
+                   for node_id, endpoint in zip(config.node_ids, config.endpoints, strict=True))
+    cluster_map = ClusterMap(1, config.cluster_id, "process", str(tmp_path), 1 << 30, 1 << 20, places, None, None)
+
+    async def read(store: EtcdStore) -> HeldMap:
+        stores.append(store)
+        return HeldMap(cluster_map, 1, 1)
+
+    async def close(store: EtcdStore) -> None:
+        if store is stores[0]:
+            closing.set()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(EtcdStore, "read", read)
+    monkeypatch.setattr(EtcdStore, "close", close)
+    before = asyncio.all_tasks()
+    opening = asyncio.create_task(open_cluster("etcd://127.0.0.1:1/x"))
+    await closing.wait()
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert asyncio.all_tasks() == before
 
 
 async def test_a_store_that_closes_while_it_connects_to_a_new_group_leaves_no_connection(
