@@ -49,6 +49,7 @@ from efs.limits import (
     ACK_SHARDS,
     CLOSE_MS,
     DATA_SHARDS,
+    DROP_WAIT_SHARE,
     INFO_DEADLINE_MS,
     STRIPE_SHARDS,
     STUCK_AT_CLOSE_MS,
@@ -249,7 +250,8 @@ class FileSystem:
         deadline = self._begin(keys, deadline_ms)
         self._may_change(dropping=True)
         nodes = self._reachable()
-        tables, _ = await tables_of({index: (node, keys) for index, node in nodes.items()}, self.health, deadline,
+        looking = Deadline.after_ms(self._clock, DROP_WAIT_SHARE * deadline_ms)
+        tables, _ = await tables_of({index: (node, keys) for index, node in nodes.items()}, self.health, looking,
                                     len(nodes))
         held: dict[int, set[bytes]] = {}
         calls: dict[int, Coroutine[Any, Any, int]] = {}

@@ -289,6 +289,9 @@ LOCATE_MS: Final = 500.0
 have just stopped must leave the rest of the call its time."""
 LOCATE_SHARE: Final = 0.25
 """Of what is left of a fetch's deadline, where that is less."""
+DROP_WAIT_SHARE: Final = 0.5
+"""Of what is left of a drop's deadline, for a batch being moved that has some of its blocks, and then for look-ups: a
+move or a node that hangs must leave the drop its time."""
 MOVE_QUEUE_BLOCKS: Final = 16_384
 """Blocks that wait to be moved to their present owner: 1.9 GB of V4.1 blocks and half a minute of work, but only keys
 in memory, 2 MB. What does not fit is offered again when it is read again."""
@@ -299,8 +302,6 @@ MOVE_BATCH_BYTES: Final = 8 * MIB
 what puts may admit."""
 MOVE_BATCHES_PER_SECOND: Final = 10
 """73 MB/s of V4.1 blocks where no calls are running, as repair; 7 MB/s where they never end."""
-MOVE_WAIT_SHARE: Final = 0.5
-"""Of a drop's deadline, for a batch that has some of its blocks: a move that hangs must leave the drop its time."""
 MOVE_REST_MS: Final = 60_000.0
 """A block that could not be moved is left alone for so long: each further try would fetch it once more."""
 

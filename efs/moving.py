@@ -37,6 +37,7 @@ from efs.errors import EfsError
 from efs.fs import FileSystem
 from efs.limits import (
     ACK_SHARDS,
+    DROP_WAIT_SHARE,
     GET_DEADLINE_MS,
     MATCH_DEADLINE_MS,
     MOVE_BATCH_BLOCKS,
@@ -44,7 +45,6 @@ from efs.limits import (
     MOVE_BATCHES_PER_SECOND,
     MOVE_QUEUE_BLOCKS,
     MOVE_REST_MS,
-    MOVE_WAIT_SHARE,
     PUT_DEADLINE_MS,
 )
 from efs.metrics import CounterFile
@@ -102,7 +102,7 @@ class Mover:
 
     async def forget(self, keys: Collection[bytes], deadline: Deadline) -> None:
         """Move none of these from now on, because they are about to be dropped: what waits is forgotten, a batch that
-        has one of them is waited for, for MOVE_WAIT_SHARE of what is left until the deadline."""
+        has one of them is waited for, for DROP_WAIT_SHARE of what is left until the deadline."""
         gone = self._known.intersection(keys) - self._under_way
         for kind, waiting in list(self._waiting.items()):
             left = [key for key in waiting if key not in gone]
@@ -114,7 +114,7 @@ class Mover:
         self._counters.add("move_failed", len(gone))
         if not self._under_way.isdisjoint(keys):
             try:
-                async with asyncio.timeout(MOVE_WAIT_SHARE * deadline.left()):
+                async with asyncio.timeout(DROP_WAIT_SHARE * deadline.left()):
                     await self._ended.wait()
             except TimeoutError:
                 _LOG.warning("blocks are dropped while they are moved, and may be there again")

@@ -20,6 +20,7 @@ from efs.placement import placement_group, rotation_of
 from efs.types import DropItem, PutItem, PutReport
 from tests.support.bench import Bench, make_bench
 from tests.support.blocks import TINY, Blocks, make_blocks, sound_versions
+from tests.support.gatednode import Gate
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -153,6 +154,14 @@ async def test_only_blocks_that_were_dropped_where_they_were_held_are_counted(
     monkeypatch.undo()
     assert await filesystem.drop(blocks.keys, deadline_ms=DEADLINE_MS) == 3
     assert {bench.records(key) for key in blocks.keys} == {0}
+
+
+async def test_a_node_that_hangs_at_a_look_up_leaves_a_drop_its_time(filesystem: FileSystem, bench: Bench) -> None:
+    blocks = make_blocks(3)
+    await put(filesystem, blocks)
+    bench.nodes[4].look_up_gate = Gate()
+    assert await filesystem.drop(blocks.keys, deadline_ms=2_000) == 3
+    assert [bench.records(key) for key in blocks.keys] == [1] * 3
 
 
 @pytest.mark.parametrize("refusal", [InvalidArgument("DROP is for operators"), NodeReadOnly(0, "its fsync failed")])

@@ -188,9 +188,7 @@ async def test_a_dropped_block_is_not_brought_back(bench: GroupBench) -> None:
     assert stages >= {(False, False), (True, False)}, "before it was moved, and while it was"
 
 
-async def test_a_move_that_hangs_leaves_a_drop_time_to_drop(
-    bench: GroupBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_move_that_hangs_leaves_a_drop_its_time(bench: GroupBench, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = make_blocks(24, seed=8, run=4)
     moved = await grown(bench, blocks)
     gate = asyncio.Event()
