@@ -60,6 +60,13 @@ class NodeTable:
     trusted: NDArray[np.bool_]
     extra: tuple[VersionRow, ...]
 
+    def version(self, row: int, digest: bytes) -> VersionRow | None:
+        """The record of one version of an asked key."""
+        if self.location[row] != ABSENT and self.digest[row].tobytes() == digest:
+            return VersionRow(row, digest, int(self.location[row]), int(self.generation[row]), int(self.shard[row]),
+                              bool(self.trusted[row]))
+        return next((other for other in self.extra if (other.row, other.digest) == (row, digest)), None)
+
 
 @dataclass(slots=True)
 class Span:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from efs.checksum import xxh3_64
-from efs.contract import ABSENT, NodeTable
+from efs.clock import stamp_of
 from efs.errors import EfsError
 from efs.hedge import Shard, Unit
 from efs.limits import MAX_READ_ATTEMPTS, STRIPE_SHARDS
@@ -85,21 +85,12 @@ async def _blame(reads: UnitReads, key: bytes, unit: Unit, shard: int, row: int)
             table = await node.look_up([key], reads.deadline)
     except EfsError:
         return
-    found = _find(table, digest)
-    if found is not None and found[1] == generation:
+    found = table.version(0, digest)
+    if found is not None and found.generation == generation:
         reads.tally.corrupt += 1
-        reads.context.report(CorruptShard(key, digest, node_index, shard, generation))
+        stamp = stamp_of(reads.context.clock.wall())
+        reads.context.report(CorruptShard(key, digest, node_index, shard, generation, len(reads.good), stamp))
         return
     reads.tally.raced += 1
     if found is not None and unit.retry(shard, row):
-        reads.move(unit, shard, row, *found)
-
-
-def _find(table: NodeTable, digest: bytes) -> tuple[int, int] | None:
-    """(location, generation) of one version in a table of one key."""
-    if table.location[0] != ABSENT and table.digest[0].tobytes() == digest:
-        return int(table.location[0]), int(table.generation[0])
-    for extra in table.extra:
-        if extra.digest == digest:
-            return extra.location, extra.generation
-    return None
+        reads.move(unit, shard, row, found.location, found.generation)

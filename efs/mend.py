@@ -7,8 +7,10 @@ A read that meets a corrupt shard serves the block from the others and leaves a 
 2. If it is not, the node has dropped it, and the shard is rebuilt from ten sound shards of the same digest on other
    nodes, each checked against its own header. Every segment of the whole block must then have the hash that its
    headers give; else nothing is written.
-3. The shard is put back with the header that it had, byte for byte, and the latest stamp of its sources, so that
-   mending makes nothing look used that was not.
+3. The shard is put back with the header that it had, byte for byte, and the stamp of the read that met it, as the
+   read has touched the others.
+
+All of this is what the role `data` may do at a server: every client mends what its own reads meet.
 
 Reports wait in a bounded queue; what does not fit is left to the scrub. Mending is limited to MENDS_PER_SECOND. A mend
 that fails (too few sound shards, the node away) is logged and forgotten: the next read reports it again.
@@ -34,7 +36,7 @@ from efs.limits import DATA_SHARDS, GET_DEADLINE_MS, MEND_QUEUE, MENDS_PER_SECON
 from efs.metrics import CounterFile
 from efs.placement import node_of_shard, placement_group, rotation_of
 from efs.shard import Header, build_headers
-from efs.stripe import SoundShard, records_of, sound_shards
+from efs.stripe import SoundShard, found_of, sound_shards
 from efs.unitread import CorruptShard
 
 _LOG = logging.getLogger(__name__)
@@ -86,29 +88,26 @@ class Mender:
             return
         if await node.verify(damaged.key, damaged.digest, deadline):
             return
-        sources = await self._sources(damaged, rotation, deadline)
+        sources = await self._sources(damaged, deadline)
         if len(sources) < DATA_SHARDS:
-            _LOG.warning("shard %d of %s on node %d cannot be mended: %d sound shards are left", damaged.shard,
+            _LOG.warning("shard %d of %s on node %d was not mended: only %d sound shards could be read", damaged.shard,
                          damaged.key.hex(), damaged.node_index, len(sources))
             return
         payload = rebuild(self._codec, sources, damaged.shard)
         if payload is None:
             _LOG.error("%s: ten sound shards do not make a sound block", damaged.key.hex())
             return
-        batch = batch_of(sources[0].header, damaged.shard, payload, max(source.record.stamp for source in sources))
+        batch = batch_of(sources[0].header, damaged.shard, payload, damaged.stamp)
         outcome = await node.put(batch, deadline)
         if outcome.stored.all():
             self._counters.add("node_mended")
 
-    async def _sources(self, damaged: CorruptShard, rotation: int, deadline: Deadline) -> list[SoundShard]:
+    async def _sources(self, damaged: CorruptShard, deadline: Deadline) -> list[SoundShard]:
         """Ten sound shards of the damaged version from other nodes, or all there are."""
         others = {index: node for index in self._health.readable()
                   if index != damaged.node_index and (node := self._nodes[index]) is not None}
-        records = {}
-        for index, listed in (await records_of(others, damaged.key, deadline, DATA_SHARDS)).items():
-            for record in listed:
-                if record.digest == damaged.digest and node_of_shard(record.shard, rotation) == index:
-                    records[index] = record
+        records = await found_of(others, damaged.key, damaged.digest, damaged.segments, self._health, deadline,
+                                 DATA_SHARDS)
         sound = await sound_shards(others, records, deadline, DATA_SHARDS)
         return sorted(sound.values(), key=lambda source: source.record.shard)[:DATA_SHARDS]
 

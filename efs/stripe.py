@@ -1,7 +1,8 @@
 """All that the nodes hold of one key, shard by shard: the slow and thorough look behind `inspect` and mending.
 
-Here nothing is taken from memory on trust: records come from the nodes' listings, and a shard is *sound* only when its
-header parses, names this key, digest and shard, and the payload that was read has the hash that the header gives.
+Where records are is taken from the nodes' listings, which only operators may have, or from their tables. Either way a
+shard is *sound* only when its header parses, names this key, digest and shard, and the payload that was read has the
+hash that the header gives.
 """
 
 from __future__ import annotations
@@ -25,11 +26,23 @@ from efs.types import ListedRecord
 
 
 @dataclass(frozen=True, slots=True)
+class FoundRecord:
+    """A record as a node's table shows it; `segments` as of `ListedRecord`."""
+
+    key: bytes
+    digest: bytes
+    location: int
+    generation: int
+    shard: int
+    segments: int
+
+
+@dataclass(frozen=True, slots=True)
 class SoundShard:
     """A shard whose header and payload agree. payload: (shard_bytes,) uint8."""
 
     node_index: int
-    record: ListedRecord
+    record: ListedRecord | FoundRecord
     header: Header
     payload: NDArray[np.uint8]
 
@@ -49,7 +62,17 @@ async def records_of(nodes: Mapping[int, Node], key: bytes, deadline: Deadline,
     return {index: [record for record in page.records if record.key == key] for index, page in pages.items()}
 
 
-async def read_sound(node: Node, record: ListedRecord, deadline: Deadline) -> SoundShard | None:
+async def found_of(nodes: Mapping[int, Node], key: bytes, digest: bytes, segments: int, health: Health,
+                   deadline: Deadline, enough: int) -> dict[int, FoundRecord]:
+    """The records of one version in their right places, on each node that answered."""
+    tables, _ = await tables_of({index: (node, [key]) for index, node in nodes.items()}, health, deadline, enough)
+    rotation = rotation_of(placement_group(key))
+    found = {index: table.version(0, digest) for index, table in tables.items()}
+    return {index: FoundRecord(key, digest, row.location, row.generation, row.shard, segments)
+            for index, row in found.items() if row is not None and node_of_shard(row.shard, rotation) == index}
+
+
+async def read_sound(node: Node, record: ListedRecord | FoundRecord, deadline: Deadline) -> SoundShard | None:
     """Read one record and check it; None when it is not sound, or gone. NodeUnavailable when the node cannot say."""
     where = np.array([record.location], np.int64), np.array([record.generation], np.uint64)
     raw = (await node.headers(*where, record.segments, deadline))[0]
@@ -68,8 +91,8 @@ async def read_sound(node: Node, record: ListedRecord, deadline: Deadline) -> So
     return SoundShard(node.node_index, record, header, payload)
 
 
-async def sound_shards(nodes: Mapping[int, Node], records: Mapping[int, ListedRecord], deadline: Deadline,
-                       enough: int) -> dict[int, SoundShard]:
+async def sound_shards(nodes: Mapping[int, Node], records: Mapping[int, ListedRecord | FoundRecord],
+                       deadline: Deadline, enough: int) -> dict[int, SoundShard]:
     """The sound ones of these records, by node; after `enough` of them the rest gets the lag grace only."""
     calls = {index: read_sound(nodes[index], record, deadline) for index, record in records.items()}
     results, _ = await all_of(calls, deadline, enough)

@@ -30,13 +30,16 @@ from efs.target import Target
 
 @dataclass(frozen=True, slots=True)
 class CorruptShard:
-    """A record that failed its checks on a read: what to verify and mend."""
+    """A record that failed its checks on a read: what to verify and mend. segments: how many its block has. stamp: of
+    the moment of the read."""
 
     key: bytes
     digest: bytes
     node_index: int
     shard: int
     generation: int
+    segments: int
+    stamp: int
 
 
 @dataclass(slots=True)

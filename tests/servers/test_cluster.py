@@ -4,6 +4,7 @@ connections."""
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from efs.errors import CorruptRecord, IdentityMismatch, InvalidArgument, Locked,
 from efs.groups import GroupedFileSystem
 from efs.limits import CLOSE_MS
 from efs.link import Link
+from efs.nodedir import SLAB_FILE, SLABS_DIRECTORY
 from efs.remote import RemoteNode
 from efs.shape import BlockShape
 from efs.types import GetReport
@@ -380,6 +382,31 @@ async def test_what_a_server_missed_is_repaired_through_the_servers(
     cluster.of(10).kill()
     await back_to(filesystem, 10)
     assert (await all_hit(filesystem, blocks)).rebuilt == BLOCKS
+
+
+async def test_a_client_that_does_not_look_after_the_store_mends_what_its_reads_meet(
+    cluster: ServedCluster, filesystem: GroupedFileSystem
+) -> None:
+    assert filesystem._lock is None
+    blocks = await stored(filesystem, 14)
+    shard = blocks.data[0, : SHAPE.shard_bytes].tobytes()
+    rotted = [flipped for path in cluster.config.node_paths if (flipped := flip_payload(path, shard))]
+    assert len(rotted) == 1
+    assert (await all_hit(filesystem, blocks)).corrupt == 1
+    await filesystem.groups[0].mender.settled()
+    assert filesystem.counters.get("node_mended") == 1
+    report = await filesystem.put(blocks.items, SHAPE, blocks.data, deadline_ms=DEADLINE_MS)
+    assert (report.already, report.at_risk) == (BLOCKS, 0)
+
+
+def flip_payload(directory: str, payload: bytes) -> bool:
+    """Flip a bit of a payload where a node has it on disk; whether it has it."""
+    path = os.path.join(directory, SLABS_DIRECTORY, SLAB_FILE)
+    with open(path, "r+b") as slab, mmap.mmap(slab.fileno(), 0) as held:
+        at = held.find(payload)
+        if at >= 0:
+            held[at] ^= 1
+        return at >= 0
 
 
 # -- The file --------------------------------------------------------------------------------------------------------

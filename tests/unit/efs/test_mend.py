@@ -13,15 +13,19 @@ import pytest
 from efs import mend as mend_module
 from efs.background import Background
 from efs.codec import Codec
+from efs.errors import InvalidArgument
 from efs.limits import STRIPE_SHARDS
 from efs.mend import Mender
 from efs.placement import placement_group, rotation_of
 from efs.shape import BlockShape
+from efs.types import ListPage
 from efs.unitread import CorruptShard
 from tests.support.bench import Bench, make_bench
 from tests.support.blocks import TINY, Blocks, make_blocks, readable, sound_versions
 from tests.support.memorynode import Stored
 
+READ_AT = 3_000
+"""Stamp of the reads that meet damage here."""
 SHAPES = [TINY, BlockShape(997, (500, 497)), BlockShape(1, (1,))]
 
 
@@ -34,7 +38,8 @@ def stored_at(bench: Bench, key: bytes, shard: int) -> tuple[int, Stored]:
 
 def report_of(bench: Bench, key: bytes, shard: int) -> CorruptShard:
     index, stored = stored_at(bench, key, shard)
-    return CorruptShard(key, stored.header.digest, index, shard, stored.generation)
+    segments = len(stored.header.shape.segment_bytes)
+    return CorruptShard(key, stored.header.digest, index, shard, stored.generation, segments, READ_AT)
 
 
 @asynccontextmanager
@@ -73,21 +78,32 @@ async def test_a_corrupt_shard_comes_back_byte_for_byte(shard: int, shape: Block
     assert len(shards) == 12
 
 
-async def test_mending_makes_nothing_look_newly_used() -> None:
+async def test_what_is_mended_was_used_when_it_was_read() -> None:
     bench, blocks = await stored()
     key = blocks.keys[0]
-    for twin in bench.twins:
-        (record,) = twin.records[key].values()
-        record.stamp = 1_000 + twin.node_index
-    index, damaged = stored_at(bench, key, 3)
+    _, damaged = stored_at(bench, key, 3)
     damaged.payload[5] ^= 128
     async with mending(bench) as mender:
         mender.report(report_of(bench, key, 3))
         await mender.settled()
-    others = [1_000 + other for other in range(12) if other != index]
     _, mended = stored_at(bench, key, 3)
     assert bench.counts("node_mended") == (1,)
-    assert mended.stamp in others[-2:], "the latest of the ten or eleven that answered"
+    assert mended.stamp == READ_AT
+
+
+async def test_nothing_is_asked_that_only_operators_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> ListPage:
+        raise InvalidArgument("list is for operators only")
+
+    bench, blocks = await stored()
+    for node in bench.nodes:
+        monkeypatch.setattr(node, "list", refuse)
+    report = report_of(bench, blocks.keys[0], 3)
+    stored_at(bench, blocks.keys[0], 3)[1].payload[0] ^= 1
+    async with mending(bench) as mender:
+        mender.report(report)
+        await mender.settled()
+    assert bench.counts("node_mended") == (1,)
 
 
 async def test_a_report_on_a_sound_record_changes_nothing() -> None:
@@ -142,7 +158,8 @@ async def test_only_shards_of_the_damaged_version_are_used(place: int) -> None:
     damaged = bench.twins[index].records[key][digest]
     damaged.payload[0] ^= 1
     async with mending(bench) as mender:
-        mender.report(CorruptShard(key, digest, index, 6, damaged.generation))
+        segments = len(damaged.header.shape.segment_bytes)
+        mender.report(CorruptShard(key, digest, index, 6, damaged.generation, segments, READ_AT))
         await mender.settled()
     assert bench.counts("node_mended") == (1,)
     assert {len(shards) for shards in sound_versions(bench.twins, key).values()} == {12}
