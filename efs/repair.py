@@ -59,10 +59,11 @@ class RepairReport:
     records: listed. found: versions that lacked shards and could be read. rebuilt: shards that were stored. cold:
     shards that a node refused as too cold. corrupt: sources that turned out damaged and were dropped by their node.
     misplaced: records that were dropped because another shard belongs where they stood. failed: shards that are still
-    missing for any other reason. young: versions that were left to their put. missing: nodes that were not, or not to
-    the end, listed. hopeless, inconsistent: (key, digest) of versions of which ten sound shards were not to be had, or
-    did not make the block of their headers. resume: the key (hex digits) behind which the next run should begin, None
-    when this one came to the end.
+    missing for any other reason. young: versions that were left to their put. unplaced: shards that are missing on
+    nodes that answer and take nothing new. missing: nodes that were not, or not to the end, listed. hopeless,
+    inconsistent: (key, digest) of versions of which ten sound shards were not to be had, or did not make the block of
+    their headers. resume: the key (hex digits) behind which the next run should begin, None when this one came to the
+    end.
     """
 
     records: int
@@ -73,6 +74,7 @@ class RepairReport:
     misplaced: int
     failed: int
     young: int
+    unplaced: int
     missing: tuple[int, ...]
     hopeless: tuple[tuple[bytes, bytes], ...]
     inconsistent: tuple[tuple[bytes, bytes], ...]
@@ -158,7 +160,7 @@ class Repair:
         self._pace = pace
         self._grace_ms = grace_ms
         self._tally = _Tally()
-        self._young = 0
+        self._young = self._unplaced = 0
         self._hopeless: list[tuple[bytes, bytes]] = []
         self._inconsistent: list[tuple[bytes, bytes]] = []
         self.reached: bytes | None = None
@@ -176,7 +178,8 @@ class Repair:
             stretch = merge.take()
             await self._work_off(stretch, STRIPE_SHARDS - len(merge.listed))
             self.reached = merge.done
-            if max_seconds is not None and self._clock.monotonic() - started >= max_seconds:
+            late = max_seconds is not None and self._clock.monotonic() - started >= max_seconds
+            if late and merge.done is not None:
                 break
         missing = tuple(index for index in range(STRIPE_SHARDS) if index not in merge.listed)
         resume = None if merge.ended or merge.done is None else merge.done.hex()
@@ -197,7 +200,8 @@ class Repair:
         return self._end(started, tuple(index for index in range(STRIPE_SHARDS) if index not in nodes), None)
 
     def _begin(self) -> float:
-        self._tally, self._young = _Tally(), 0
+        self._tally = _Tally()
+        self._young = self._unplaced = 0
         self._hopeless, self._inconsistent = [], []
         return self._clock.monotonic()
 
@@ -207,8 +211,8 @@ class Repair:
         for part in fields(_Tally):
             self._counters.add(f"repair_{part.name}", getattr(tally, part.name))
         return RepairReport(tally.records, tally.found, tally.rebuilt, tally.cold, tally.corrupt, tally.misplaced,
-                            tally.failed, self._young, missing, tuple(self._hopeless), tuple(self._inconsistent),
-                            resume, self._clock.monotonic() - started)
+                            tally.failed, self._young, self._unplaced, missing, tuple(self._hopeless),
+                            tuple(self._inconsistent), resume, self._clock.monotonic() - started)
 
     async def _work_off(self, stretch: Stretch, unlisted: int) -> None:
         self._tally.records += stretch.count
@@ -227,22 +231,22 @@ class Repair:
         tables, _ = await tables_of(asks, self._health, deadline, len(asks))
         holdings = holdings_of(keys, tables)
         await self._drop_misplaced(holdings)
-        targets = frozenset(tables).intersection(self._health.writable())
         stripes = [stripe for key, holding in zip(keys, holdings, strict=True)
-                   if (stripe := self._stripe(key, holding, listed, targets)) is not None]
+                   if (stripe := self._stripe(key, holding, listed, frozenset(tables))) is not None]
         self._tally.found += len(stripes)
         for rotation, part in batches_of(stripes):
             await self._pace.step()
             self._note(await Batch(self._nodes, self._codec, self._clock, rotation, part).run())
 
-    def _stripe(self, key: bytes, holding: Holding, listed: Listed, targets: frozenset[int]) -> Stripe | None:
-        """The version of a key that is to be made whole, unless there is nothing to do."""
+    def _stripe(self, key: bytes, holding: Holding, listed: Listed, asked: frozenset[int]) -> Stripe | None:
+        """The version of a key that is to be made whole, unless there is nothing to do. asked: nodes that answered."""
         digest = best_of(holding.versions)
         records = listed.get(key + digest) if digest is not None else None
         if digest is None or not records:
             return None
         held = holding.versions[digest]
-        lacking = targets - held.keys()
+        lacking = (asked - held.keys()).intersection(self._health.writable())
+        self._unplaced += len(asked - held.keys() - lacking)
         if not lacking:
             return None
         if self._grace_ms and self._clock.wall() * 1000 - max(one.arrival_ms for one in records) < self._grace_ms:

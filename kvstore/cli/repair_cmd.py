@@ -30,7 +30,8 @@ byte for byte what was lost, and looks used when its sources were. A node that h
 and the block is left to die; a block with fewer than ten shards is left to the sweep. Nodes that are away stay as they
 are; one that is back and missed changes is brought up to date first. Can be stopped at any moment and run again.
 
-Exit codes: 0 done; 1 some shards are still missing; 4 a block turned out damaged beyond repair; 8 could not run.
+Exit codes: 0 done, every node was looked at to the end; 1 shards are still missing, nodes are away or not up to date
+yet, or it was stopped before the end; 4 a block turned out damaged beyond repair; 8 could not run.
 
 \b
 Examples:
@@ -67,7 +68,8 @@ def repair(
     terminal.result(document_of(report, syncing), lambda console: console.print(summary(report, syncing)))
     if report.hopeless or report.inconsistent:
         return DAMAGE
-    return NOT_ALL if report.failed or syncing or report.resume is not None else 0
+    left = report.failed or report.unplaced or report.missing or syncing or report.resume is not None
+    return NOT_ALL if left else 0
 
 
 def document_of(report: RepairReport, syncing: list[int]) -> dict[str, Json]:
@@ -90,10 +92,12 @@ def summary(report: RepairReport, syncing: list[int]) -> str:
         left.append(f"{report.cold} shards too cold to come back")
     if report.failed:
         left.append(f"{report.failed} shards that could not be stored")
+    if report.unplaced:
+        left.append(f"{report.unplaced} shards of nodes that take nothing new")
     if report.hopeless or report.inconsistent:
         left.append(f"{len(report.hopeless) + len(report.inconsistent)} blocks damaged beyond repair")
     if report.missing:
-        left.append("nodes " + ", ".join(map(str, report.missing)) + " that are away")
+        left.append("nodes " + ", ".join(map(str, report.missing)) + " that are away, with what they lack")
     if syncing:
         left.append("nodes " + ", ".join(map(str, syncing)) + " that are not up to date yet")
     if left:

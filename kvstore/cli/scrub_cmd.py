@@ -10,7 +10,7 @@ import typer
 from efs.groups import AnyFileSystem
 from efs.limits import SCRUB_STEP_BYTES
 from efs.scrub import ScrubReport
-from kvstore.cli.failures import DAMAGE, REPAIRED, UsageMistake
+from kvstore.cli.failures import DAMAGE, NOT_ALL, REPAIRED, UsageMistake
 from kvstore.cli.options import (
     JsonOption,
     StoreOption,
@@ -29,7 +29,8 @@ Needs ownership: a running owner is named and left alone; it scrubs in the backg
 Goes on where the last scrub of this store stopped, by --max-duration, by a signal or with its owner; --from-start
 begins anew. --rate bounds the bytes read per second.
 
-Exit codes: 0 everything sound; 1 damage found and mended; 4 damage found and not all of it mended; 8 could not run.
+Exit codes: 0 everything that the round had left was looked at and is sound; 1 damage was found and mended, nodes are
+away, or it was stopped before the end of the round; 4 damage was found and not all of it mended; 8 could not run.
 
 \b
 Examples:
@@ -74,9 +75,11 @@ def scrub(
     after = report.cursor.after
     document["cursor"] = {"node": report.cursor.node, "after": None if after is None else after.hex()}
     terminal.result(document, lambda console: console.print(_summary(report)))
-    if not report.unsound:
-        return DAMAGE if report.failed else 0
-    return REPAIRED if report.rebuilt >= report.unsound and not report.failed else DAMAGE
+    if report.failed or report.rebuilt < report.unsound:
+        return DAMAGE
+    if report.missing or not report.finished:
+        return NOT_ALL
+    return REPAIRED if report.unsound else 0
 
 
 def _summary(report: ScrubReport) -> str:
@@ -86,7 +89,7 @@ def _summary(report: ScrubReport) -> str:
         + (f"; {report.failed} that could not be read" if report.failed else ""),
     ]
     if report.missing:
-        lines.append("missing  nodes " + ", ".join(map(str, report.missing)))
+        lines.append("away     nodes " + ", ".join(map(str, report.missing)) + ", which were not looked at to the end")
     if not report.finished:
-        lines.append(f"stopped  on node {report.cursor.node}; the next scrub goes on from there")
+        lines.append(f"stopped  on node {report.cursor.node}; the rest was not looked at, the next scrub goes on there")
     return "\n".join(lines)

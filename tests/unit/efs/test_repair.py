@@ -13,7 +13,7 @@ import pytest
 from efs.clock import Deadline
 from efs.codec import Codec
 from efs.contract import TOO_COLD, PutBatch, PutOutcome
-from efs.errors import InvalidArgument, NodeUnavailable
+from efs.errors import InvalidArgument, NodeReadOnly, NodeUnavailable
 from efs.limits import REPAIR_GRACE_MS, STRIPE_SHARDS, YIELD_MS
 from efs.pace import Pace, Traffic
 from efs.placement import placement_group, rotation_of
@@ -61,6 +61,26 @@ async def filled(count: int = 40, *, shape: BlockShape = TINY, seed: int = 1) ->
     blocks = make_blocks(count, seed=seed, shape=shape)
     assert (await bench.put(blocks)).acked == count
     return bench, blocks
+
+
+# -- What is left ----------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_node_lacks_that_takes_nothing_new_is_counted() -> None:
+    bench, blocks = await filled()
+    await lose(bench, (3,), blocks.keys)
+    bench.health.note_failure(3, NodeReadOnly(3, "its disk failed"))
+    report = await repair_of(bench).run()
+    assert (report.found, report.rebuilt, report.unplaced, report.missing) == (0, 0, 40, ())
+
+
+async def test_a_repair_that_is_stopped_says_where_to_go_on_however_short_its_pages(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("efs.repair.SWEEP_PAGE_RECORDS", 1)
+    bench, blocks = await filled()
+    report = await repair_of(bench).run(max_seconds=0)
+    assert report.resume == min(blocks.keys).hex()
 
 
 # -- What comes back -------------------------------------------------------------------------------------------------

@@ -121,6 +121,32 @@ def test_repair_says_what_it_cannot_repair(store: LaidStore) -> None:
     assert "1 blocks damaged beyond repair" in shown.out
 
 
+def test_repair_without_a_node_says_so_and_is_not_done(store: LaidStore, tmp_path: Path) -> None:
+    store.drop(3, 4)
+    os.rename(store.node_path(5), tmp_path / "away")
+    shown = run("repair", "--json", store=store.root)
+    document = shown.document()
+    assert shown.code == 1
+    assert (document["rebuilt"], document["missing"]) == (1, [5])
+    again = run("repair", store=store.root)
+    assert again.code == 1
+    assert "nodes 5 that are away" in again.out
+
+
+def test_a_repair_that_was_stopped_is_not_done(store: LaidStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("efs.repair.SWEEP_PAGE_RECORDS", 2)
+    shown = run("repair", "--max-duration", "0.000001", "--json", store=store.root)
+    assert shown.code == 1
+    assert run("repair", "--resume", shown.document()["resume"], store=store.root).code == 0
+
+
+def test_scrub_without_a_node_says_so_and_is_not_content(store: LaidStore, tmp_path: Path) -> None:
+    os.rename(store.node_path(5), tmp_path / "away")
+    shown = run("scrub", store=store.root)
+    assert shown.code == 1
+    assert "nodes 5, which were not looked at" in shown.out
+
+
 def test_a_wrong_resume_point_is_refused(store: LaidStore) -> None:
     assert run("repair", "--resume", "abc", store=store.root).code == 2
     assert run("repair", "--max-duration", "-1", store=store.root).code == 2
@@ -140,8 +166,9 @@ def test_scrub_finds_mends_and_is_then_content(store: LaidStore) -> None:
 
 
 def test_a_scrub_that_was_stopped_goes_on(store: LaidStore) -> None:
-    first = run("scrub", "--max-duration", "0.000001", "--json", store=store.root).document()
-    assert not first["finished"]
+    shown = run("scrub", "--max-duration", "0.000001", "--json", store=store.root)
+    first = shown.document()
+    assert (shown.code, first["finished"]) == (1, False)
     assert first["cursor"] != {"node": 0, "after": None}
     second = run("scrub", "--json", store=store.root).document()
     assert second["finished"]
