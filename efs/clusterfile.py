@@ -246,6 +246,14 @@ def place_spare(io: Io, path: str, held: ClusterConfig, number: int, node_id: st
     return _change(io, path, held, placed)
 
 
+def replace_node(io: Io, path: str, held: ClusterConfig, number: int, node_id: str) -> ClusterConfig:
+    """Write cluster.toml anew, its next version, with another node in a place, at the address of the one before: the
+    place's next incarnation. Errors as `add_group`."""
+    require_number(number, len(held.node_ids))
+    return _change(io, path, held, lambda file: _with_node(
+        file, number, _Node(node_id, file.node[number].address, incarnation=file.node[number].incarnation + 1)))
+
+
 def require_number(number: int, nodes: int) -> None:
     """InvalidArgument unless there is a node of this number."""
     if not 0 <= number < nodes:

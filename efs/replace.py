@@ -3,8 +3,9 @@
 Steps, each of them durable before the next one begins, so that a kill anywhere is continued by the next call:
 
 1. The root notes which node is being made, under which new id, and that it is syncing (`efs/progress.py`).
-2. store.toml names the new id and, if it moved, the new path. From here on the old directory is refused wherever it
-   turns up, and until the new one is complete the store opens without the node.
+2. Where the root is that of a cluster with a cluster.toml, that names the new id, at the address of the old one. Then
+   store.toml does, and, if it moved, the new path. From here on the old directory is refused wherever it turns up, and
+   until the new one is complete the store opens without the node.
 3. The directory is made, node.toml last. What an interrupted making left in it, and nothing else, is removed first.
 4. The note that it is being made goes; the one that it is syncing stays.
 5. The store is opened and the node synced (`efs/upkeep.py`), from the key that was reached, until it joins. If that is
@@ -12,6 +13,10 @@ Steps, each of them durable before the next one begins, so that a kill anywhere 
 
 Only an absent or empty directory is taken. A node that is there and belongs to the store is never replaced in its
 place: move it away first. The sizes of the new node are those of the others.
+
+A cluster.toml that names another node in the place than store.toml does is not written over, and neither is a later
+group replaced in whose root there is none: its cluster is described elsewhere. That a map in etcd describes the
+cluster, nothing in the root says.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from efs.cluster import StoreConfig, absent_because, read_store_config, write_store_config
+from efs.clusterfile import CLUSTER_FILE, ClusterConfig, read_cluster, replace_node
 from efs.errors import IdentityMismatch, InvalidArgument, OpenFailed, StoreExists, StoreNotFound
 from efs.limits import DATA_SHARDS, STRIPE_SHARDS
 from efs.nodedir import (
@@ -79,7 +85,8 @@ def _prepare(io: Io, root: str, index: int, path: str | None, source: random.Ran
     place = os.path.abspath(config.node_paths[index] if path is None else path)
     _check_path(config, index, place)
     same = place == os.path.abspath(config.node_paths[index])
-    making = progress.making.get(index) if same else None
+    noted = progress.making.get(index)
+    making = noted if same else None
     if absent_because(place) is None:
         found = read_config(io, place)
         ours = found.place == config.place(index) and found.node_id == config.node_ids[index]
@@ -91,9 +98,14 @@ def _prepare(io: Io, root: str, index: int, path: str | None, source: random.Ran
         return Prepared(index, place, found.node_id, True)
     _require_ours(io, place, making is not None)
     plan = _plan_of_others(io, config, index)
-    node_id = making if making is not None else f"{source.getrandbits(128):032x}"
+    # A noted id that store.toml does not name yet is that of no directory, so it is good for any.
+    unused = noted if same or noted != config.node_ids[index] else None
+    node_id = unused if unused is not None else f"{source.getrandbits(128):032x}"
+    described = _described(io, root, config, index, node_id)
     progress = replace(progress, syncing={**progress.syncing, index: None}, making={**progress.making, index: node_id})
     write_progress(io, root, progress)
+    if described is not None:
+        _describe(io, root, described, STRIPE_SHARDS * config.group + index, node_id)
     write_store_config(io, root, _with_node(config, index, place, node_id))
     _make(io, place, config.place(index), node_id, plan)
     _note_made(io, root, progress, index)
@@ -110,6 +122,29 @@ def note_in_root(io: Io, root: str, place: NodePlace, path: str, node_id: str) -
         return
     if (config.cluster_id, 0) == (place.cluster_id, place.group):
         write_store_config(io, root, _with_node(config, place.node_index, path, node_id))
+
+
+def _described(io: Io, root: str, config: StoreConfig, index: int, node_id: str) -> ClusterConfig | None:
+    """What the root's cluster.toml says; None for a store that has none. InvalidArgument unless it is to name the new
+    node, or does already."""
+    path, number = os.path.join(root, CLUSTER_FILE), STRIPE_SHARDS * config.group + index
+    try:
+        found = read_cluster(io, path)
+    except StoreNotFound:
+        if config.group == 0:
+            return None
+        raise InvalidArgument(f"{root} is group {config.group} of a cluster that is described elsewhere: use "
+                              f"`kvstore cluster replace-node {number}`") from None
+    named = found.node_ids[number : number + 1] if found.cluster_id == config.cluster_id else ()
+    if not set(named) & {config.node_ids[index], node_id}:
+        raise InvalidArgument(f"{path} does not name node {config.node_ids[index]} in place {number}, as store.toml "
+                              "does: nothing was replaced")
+    return found
+
+
+def _describe(io: Io, root: str, described: ClusterConfig, number: int, node_id: str) -> None:
+    if described.node_ids[number] != node_id:
+        replace_node(io, os.path.join(root, CLUSTER_FILE), described, number, node_id)
 
 
 def _check_path(config: StoreConfig, index: int, place: str) -> None:

@@ -26,6 +26,9 @@ node first. The new node has a new identity: the old directory is refused should
 filled it counts for no read and no acknowledgement. Needs ownership, ten other nodes, and --yes. Killed on the way,
 the same command goes on; so does, in the background, whoever opens the store next.
 
+A cluster.toml beside the store names the new node then too, as its next version: give clients on other machines the new
+file. A map in etcd is not changed: use `kvstore cluster replace-node` there, and in the roots of later groups.
+
 Exit codes: 0 the node is complete; 1 it is not up to date yet; 2 wrong request; 8 could not run.
 
 \b
