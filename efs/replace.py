@@ -26,8 +26,9 @@ import random
 from dataclasses import dataclass, replace
 from typing import Final
 
-from efs.cluster import StoreConfig, absent_because, read_store_config, write_store_config
+from efs.cluster import STORE_FILE, StoreConfig, absent_because, read_store_config, write_store_config
 from efs.clusterfile import CLUSTER_FILE, ClusterConfig, read_cluster, replace_node
+from efs.dirlock import locked_directory
 from efs.errors import IdentityMismatch, InvalidArgument, OpenFailed, StoreExists, StoreNotFound
 from efs.limits import DATA_SHARDS, STRIPE_SHARDS
 from efs.nodedir import (
@@ -106,22 +107,36 @@ def _prepare(io: Io, root: str, index: int, path: str | None, source: random.Ran
     write_progress(io, root, progress)
     if described is not None:
         _describe(io, root, described, STRIPE_SHARDS * config.group + index, node_id)
-    write_store_config(io, root, _with_node(config, index, place, node_id))
+    _name_in_root(io, root, config.place(index), place, node_id)
     _make(io, place, config.place(index), node_id, plan)
     _note_made(io, root, progress, index)
     return Prepared(index, place, node_id, making is not None)
 
 
 def note_in_root(io: Io, root: str, place: NodePlace, path: str, node_id: str) -> None:
-    """Have the store.toml of a cluster's root name the node that was put into a place, as the cluster's map does, so
-    that with the servers stopped the root is a store like any other. Nothing is done where the root is not on this
-    machine, or the place not in its group. OpenFailed names what could not be written."""
-    try:
+    """Have the store.toml of a root of a cluster's nodes name the one that was put into a place, as the cluster's map
+    does, so that with the servers stopped the root is a store like any other. Nothing is done where the root is not on
+    this machine, or the place not in its group. OpenFailed names what could not be written; InvalidArgument when
+    somebody else is changing it just now."""
+    if os.path.lexists(os.path.join(root, STORE_FILE)):
+        _name_in_root(io, root, place, path, node_id)
+
+
+def require_root_of(io: Io, root: str, place: NodePlace) -> None:
+    """InvalidArgument unless this is the root of the group of a place. Else as `read_store_config`."""
+    config = read_store_config(io, root)
+    if (config.cluster_id, config.group) != (place.cluster_id, place.group):
+        raise InvalidArgument(f"{root} is group {config.group} of cluster {config.cluster_id}, the node is of group "
+                              f"{place.group} of {place.cluster_id}")
+
+
+def _name_in_root(io: Io, root: str, place: NodePlace, path: str, node_id: str) -> None:
+    """Unless the place is not in the root's group. Nobody else changes store.toml meanwhile."""
+    busy = InvalidArgument(f"{root}: somebody else is changing it just now: give the command again")
+    with locked_directory(io, root, lambda error: OpenFailed(root, error), busy):
         config = read_store_config(io, root)
-    except StoreNotFound:
-        return
-    if (config.cluster_id, 0) == (place.cluster_id, place.group):
-        write_store_config(io, root, _with_node(config, place.node_index, path, node_id))
+        if (config.cluster_id, config.group) == (place.cluster_id, place.group):
+            write_store_config(io, root, _with_node(config, place.node_index, path, node_id))
 
 
 def _described(io: Io, root: str, config: StoreConfig, index: int, node_id: str) -> ClusterConfig | None:

@@ -22,7 +22,7 @@ from efs.etcd import EtcdStore, HeldMap
 from efs.limits import STRIPE_SHARDS
 from efs.nodedir import NodePlace, create_directory, machine_boot_id, plan_node, read_boot, read_config
 from efs.osio import Io, SystemIo
-from efs.replace import note_in_root
+from efs.replace import note_in_root, require_root_of
 from kvstore.cli.addresses import address_with_port
 from kvstore.cli.description import with_etcd
 from kvstore.cli.failures import UsageMistake
@@ -41,7 +41,8 @@ be absent or empty, on this machine; serve it at --address then.
 The new node has an identity of its own: clients refuse the old server from the moment they see the new map, wherever it
 turns up. Refused while the old server holds its lease, and for a spare also while it answers: stop it first. Needs
 --yes. Killed on the way, the same command goes on. Where the cluster's root is on this machine, its store.toml names
-the new node too: with the servers stopped `kvstore fsck` works on it as before.
+the new node too: with the servers stopped `kvstore fsck` works on it as before. A node of group 1 or later is named so
+in the root of its group, if you give that with --root.
 
 Exit codes: 0 done; 1 the spare has the place, and its server does not answer any more: give the command again; 2 wrong
 request; 8 could not run, or no spare answers and is large enough.
@@ -73,6 +74,9 @@ def replace_node(
     directory: Annotated[
         str | None, typer.Option("--directory", metavar="DIR", help="Make the new node there.  [default: take a spare]")
     ] = None,
+    root: Annotated[
+        str | None, typer.Option("--root", metavar="ROOT", help="Root of the node's group, on this machine.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Really do it.")] = False,
     store: ClusterOption = None,
     as_json: JsonOption = False,
@@ -82,18 +86,21 @@ def replace_node(
         raise UsageMistake(f"replacing node {node} gives up what the old one holds for good: say --yes")
     where = url_of(config_of(context, store))
     if address is None and directory is None:
-        return replace_by_spare(terminal, where, node)
+        return replace_by_spare(terminal, where, node, root)
     if address is None or directory is None:
         raise UsageMistake("--directory and --address belong together: both for a new node, none for a spare")
-    _replace_by_new(terminal, parse_etcd_url(where), node, address_with_port(address), os.path.abspath(directory))
+    _replace_by_new(terminal, parse_etcd_url(where), node, address_with_port(address), os.path.abspath(directory), root)
     return 0
 
 
-def _replace_by_new(terminal: Terminal, url: EtcdUrl, node: int, endpoint: Endpoint, path: str) -> None:
+def _replace_by_new(terminal: Terminal, url: EtcdUrl, node: int, endpoint: Endpoint, path: str,
+                    root: str | None) -> None:
     async def work(etcd: EtcdStore) -> tuple[ClusterMap, bool]:
         held = await etcd.read()
         wanted = held.map.with_node(node, str(endpoint), "0" * 32)
         old = held.map.places[node]
+        if root is not None:
+            require_root_of(SystemIo(), root, _place(wanted, node))
         made = _made_before(SystemIo(), path, _place(wanted, node))
         if made == old.node_id:
             if str(parse_endpoint(old.address)) != str(endpoint):
@@ -109,7 +116,7 @@ def _replace_by_new(terminal: Terminal, url: EtcdUrl, node: int, endpoint: Endpo
 
     found, written = with_etcd(url, work)
     place = found.places[node]
-    note_in_root(SystemIo(), found.root, NodePlace(found.cluster_id, *divmod(node, STRIPE_SHARDS)), path, place.node_id)
+    note_in_root(SystemIo(), root or found.root, _place(found, node), path, place.node_id)
     terminal.result(
         {"node": node, "node_id": place.node_id, "address": place.address, "incarnation": place.incarnation,
          "version": found.version, "directory": path, "changed": written},

@@ -6,7 +6,7 @@ Four steps, each good to stop after; given again the command goes on with the ne
 1. The server of the old node is asked. One that answers as that node is left alone.
 2. The map is written: the spare leaves the list and has the place. A place whose server says that it is a spare is
    one whose replacement came so far.
-3. The cluster's root, if it is here, notes the new node.
+3. The root of its group, if it is here, notes the new node.
 4. The server of the spare is told. From then on it answers as that node.
 """
 
@@ -22,7 +22,7 @@ from efs.errors import EfsError, InvalidArgument
 from efs.limits import STRIPE_SHARDS
 from efs.nodedir import NodePlace
 from efs.osio import Io, SystemIo
-from efs.replace import note_in_root
+from efs.replace import note_in_root, require_root_of
 from efs.spares import Standing, first_spare, standing, tell_spare, why_not
 from efs.types import SpareInfo
 from kvstore.cli.description import Description, described, rewritten, run_alone, tokens_of, with_etcd
@@ -40,14 +40,17 @@ class _Placed:
     changed: bool
 
 
-def replace_by_spare(terminal: Terminal, where: str, number: int) -> int:
-    """The exit code."""
+def replace_by_spare(terminal: Terminal, where: str, number: int, root: str | None) -> int:
+    """The exit code. root: of the node's group, None for that of the cluster."""
     io, clock = SystemIo(), SystemClock()
     description = described(io, where)
+    require_number(number, len(description.config.node_ids))
+    place = NodePlace(description.config.cluster_id, *divmod(number, STRIPE_SHARDS))
+    if root is not None:
+        require_root_of(io, root, place)
     placed = _placed(io, description, number)
     config, endpoint = placed.config, placed.config.endpoints[number]
-    place = NodePlace(config.cluster_id, *divmod(number, STRIPE_SHARDS))
-    note_in_root(io, description.root, place, placed.info.directory, placed.info.node_id)
+    note_in_root(io, root or description.root, place, placed.info.directory, placed.info.node_id)
     why: str | None = None
     try:
         run_alone(tell_spare(config, number, tokens_of(io, config), clock))
@@ -76,7 +79,6 @@ def _next(endpoint: Endpoint, why: str | None) -> str:
 
 def _placed(io: Io, description: Description, number: int) -> _Placed:
     config, clock = description.config, SystemClock()
-    require_number(number, len(config.node_ids))
     tokens = tokens_of(io, config)
     how, untold = run_alone(standing(config, number, tokens, clock))
     if how is Standing.SERVED:

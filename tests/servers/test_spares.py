@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from efs.clock import Clock
-from efs.cluster import read_store_config
-from efs.clusterfile import ClusterConfig, place_spare, read_cluster
+from efs.cluster import init_store, read_store_config
+from efs.clusterfile import ClusterConfig, add_group, place_spare, read_cluster
 from efs.clusterfs import open_cluster
 from efs.clustermap import ServerNote
 from efs.errors import InvalidArgument
 from efs.etcd import EtcdStore
 from efs.groups import GroupedFileSystem
 from efs.handshake import Tokens
-from efs.limits import ETCD_BEAT_MS
+from efs.limits import ETCD_BEAT_MS, STRIPE_SHARDS
 from efs.osio import SystemIo
 from efs.sparedir import is_spare
 from efs.spares import tell_spare
@@ -32,7 +32,7 @@ from tests.servers.test_etcd import leases
 from tests.support.blocks import Blocks
 from tests.support.cli import Outcome, run, run_process
 from tests.support.etcdprocess import etcd_process, map_of
-from tests.support.servers import ServedCluster, ServerProcess, served_cluster
+from tests.support.servers import EXTENT_BYTES, NODE_CAPACITY_BYTES, ServedCluster, ServerProcess, served_cluster
 from tests.support.spares import SIZES, AddedSpare, replace, shards_in, spares
 from tests.support.waiting import came_true
 from tools.etcdprocess import EtcdProcess
@@ -198,6 +198,22 @@ async def test_a_replacement_that_was_interrupted_leaves_a_map_to_read_by_and_go
             await all_hit(filesystem, more)
         noted = read_store_config(IO, str(cluster.root))
         assert (noted.node_ids[11], noted.node_paths[11]) == (spare.node_id, spare.path)
+
+
+async def test_the_root_of_a_later_group_names_the_spare_that_took_a_place_in_it(cluster: ServedCluster,
+                                                                                   tmp_path: Path) -> None:
+    root, held = str(tmp_path / "more"), read_cluster(IO, cluster.file)
+    init_store(IO, root, STRIPE_SHARDS * NODE_CAPACITY_BYTES, node_paths=None, durability="process",
+               extent_bytes=EXTENT_BYTES, group_of=(held.cluster_id, 1))
+    made = read_store_config(IO, root)
+    add_group(IO, cluster.file, held, made.node_ids, [f"unix:/x/{index}" for index in range(STRIPE_SHARDS)], 0.0)
+    with spares(cluster, cluster.file, "a") as (spare,):
+        wrong = await asyncio.to_thread(replace, cluster.file, 19, "--root", str(cluster.root))
+        assert (wrong.code, "the node is of group 1" in wrong.error_line) == (2, True)
+        assert (await asyncio.to_thread(replace, cluster.file, 19, "--root", root)).document()["told"]
+        noted = read_store_config(IO, root)
+        assert (noted.node_ids[7], noted.node_paths[7]) == (spare.node_id, spare.path)
+    assert spare.node_id not in read_store_config(IO, str(cluster.root)).node_ids
 
 
 async def test_a_spare_that_dies_with_its_place_is_replaced_like_any_node(cluster: ServedCluster) -> None:

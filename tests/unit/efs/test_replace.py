@@ -11,7 +11,8 @@ import pytest
 
 from efs.cluster import StoreConfig, init_store, read_store_config
 from efs.clusterfile import CLUSTER_FILE, ClusterConfig, read_cluster, replace_node, set_drain, write_cluster
-from efs.errors import InvalidArgument
+from efs.dirlock import locked_directory
+from efs.errors import InvalidArgument, OpenFailed
 from efs.limits import MIB, STRIPE_SHARDS
 from efs.nodedir import NodePlace
 from efs.osio import SystemIo
@@ -29,6 +30,14 @@ def store(tmp_path: Path) -> tuple[str, StoreConfig]:
     return root, read_store_config(IO, root)
 
 
+def later_root(tmp_path: Path) -> str:
+    """The root of group 1 of a cluster."""
+    root = str(tmp_path / "more")
+    init_store(IO, root, STRIPE_SHARDS * 8 * MIB, node_paths=None, durability="process", extent_bytes=1 * MIB,
+               group_of=("c" * 32, 1))
+    return root
+
+
 def test_the_root_names_the_new_node_and_all_others_as_before(store: tuple[str, StoreConfig]) -> None:
     root, before = store
     for _ in range(2):  # An interrupted command is given again.
@@ -37,6 +46,23 @@ def test_the_root_names_the_new_node_and_all_others_as_before(store: tuple[str, 
     assert (after.node_ids[7], after.node_paths[7]) == (NEW, "/elsewhere/07")
     for other in set(range(STRIPE_SHARDS)) - {7}:
         assert (after.node_ids[other], after.node_paths[other]) == (before.node_ids[other], before.node_paths[other])
+
+
+def test_the_root_of_a_later_group_names_its_new_node(tmp_path: Path) -> None:
+    root, cluster_id = later_root(tmp_path), "c" * 32
+    note_in_root(IO, root, NodePlace(cluster_id, 0, 7), "/elsewhere/07", NEW)
+    assert NEW not in read_store_config(IO, root).node_ids
+    note_in_root(IO, root, NodePlace(cluster_id, 1, 7), "/elsewhere/07", NEW)
+    assert read_store_config(IO, root).node_ids[7] == NEW
+
+
+def test_a_root_that_somebody_else_is_changing_is_not_written(store: tuple[str, StoreConfig]) -> None:
+    root, before = store
+    place = NodePlace(before.cluster_id, 0, 7)
+    with (locked_directory(IO, root, lambda error: OpenFailed(root, error), InvalidArgument("busy")),
+          pytest.raises(InvalidArgument, match="give the command again")):
+        note_in_root(IO, root, place, "/elsewhere/07", NEW)
+    assert read_store_config(IO, root) == before
 
 
 @pytest.mark.parametrize(("cluster_id", "group"), [("e" * 32, 0), (None, 1)])
@@ -117,9 +143,7 @@ def test_a_clusters_file_that_names_another_node_is_not_written_over(store: tupl
 
 
 def test_a_node_of_a_later_group_is_not_replaced_behind_the_clusters_back(tmp_path: Path) -> None:
-    root = str(tmp_path / "more")
-    init_store(IO, root, STRIPE_SHARDS * 8 * MIB, node_paths=None, durability="process", extent_bytes=1 * MIB,
-               group_of=("c" * 32, 1))
+    root = later_root(tmp_path)
     before = read_store_config(IO, root)
     shutil.rmtree(os.path.join(root, before.node_paths[NODE]))
     with pytest.raises(InvalidArgument, match="cluster replace-node 19"):
