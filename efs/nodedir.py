@@ -8,8 +8,11 @@
     slabs/slab      `efs/slab.py`
     stamps/         `efs/stamps.py`
 
-Directories are 0700 and files 0600; none of them may be a symbolic link. node.toml is written last, so a directory in
-which `create` was interrupted is no node and is refused.
+Directories are 0700 and files 0600; none of them may be a symbolic link.
+
+*Making.* What node.toml will say is written first, as node.toml.new, and gets its name last, so a directory whose
+making was interrupted is no node. It is known by node.toml.new and by holding nothing but parts of a node that was
+never opened: whoever makes a node there begins anew. Its maker has the directory locked.
 
 *Boot record.* Little-endian:
 
@@ -44,6 +47,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from efs.checksum import xxh3_64
+from efs.dirlock import locked_directory
 from efs.errors import (
     CorruptRecord,
     FormatUnsupported,
@@ -67,7 +71,7 @@ from efs.limits import (
     RESERVE_BYTES,
     STRIPE_SHARDS,
 )
-from efs.osio import Io, read_file, replace_file, sync_directory, write_fully
+from efs.osio import NEW_SUFFIX, Io, read_file, remove_tree, replace_file, sync_directory, write_file, write_fully
 from efs.slab import Slab
 
 NODE_FILE: Final = "node.toml"
@@ -88,6 +92,8 @@ STAMP_SHARE: Final = 1024
 
 _BOOT: Final = struct.Struct("<4sHHQII40sQ")
 _BOOT_MAGIC: Final = b"EFSB"
+_PARTS: Final = frozenset({SLABS_DIRECTORY, STAMPS_DIRECTORY, INDEX_DIRECTORY, BOOT_FILE, BOOT_FILE + NEW_SUFFIX})
+"""What an interrupted making leaves beside the file that is to say whose the directory is."""
 _CLOSED: Final = 1
 _MENDING: Final = 2
 _BOOT_ID_FILE: Final = "/proc/sys/kernel/random/boot_id"
@@ -182,7 +188,8 @@ def _stamp_bytes(extent_bytes: int) -> int:
 
 
 def create_directory(io: Io, path: str, place: NodePlace, node_id: str, plan: NodePlan, boot_id: str) -> NodeConfig:
-    """Make an empty node in a new or empty directory. StoreExists if something is in it, OpenFailed names the path."""
+    """Make an empty node in a new or empty directory, or one in which that was interrupted. StoreExists if something
+    else is in it, OpenFailed names the path; InvalidArgument while somebody else makes one there."""
     config = NodeConfig(place, node_id, plan)
     prepare_directory(io, path, node_id, plan, boot_id, NODE_FILE, render_config(config))
     return config
@@ -190,26 +197,52 @@ def create_directory(io: Io, path: str, place: NodePlace, node_id: str, plan: No
 
 def prepare_directory(io: Io, path: str, node_id: str, plan: NodePlan, boot_id: str, name: str,
                       identity: bytes) -> None:
-    """Make all of an empty node, and last the file `name` that says whose it is. Errors as `create_directory`."""
+    """Make all of an empty node; last, the file `name` that says whose it is gets its name. Errors as
+    `create_directory`."""
     require_id("node id", node_id)
+    busy = InvalidArgument(f"{path}: somebody else is making a node there just now")
     try:
-        if os.path.lexists(path):
-            require_directory(io, path)
-            if io.listdir(path):
-                raise StoreExists(path)
-        else:
+        if not os.path.lexists(path):
             io.mkdir(path)
-        slabs = os.path.join(path, SLABS_DIRECTORY)
-        io.mkdir(slabs)
-        io.mkdir(os.path.join(path, STAMPS_DIRECTORY))
-        Slab.create(io, slab_path(path), plan.extent_bytes, plan.extents)
-        sync_directory(io, slabs)
-        Index.create(io, index_path(path), plan.index_bytes)
-        write_boot(io, path, BootRecord(boot_id, True, 0, 0, 0))
-        replace_file(io, path, name, identity)
+        require_directory(io, path)
+        with locked_directory(io, path, lambda error: OpenFailed(path, error), busy):
+            require_unused(io, path, name)
+            identity_file = os.path.join(path, name)
+            for part in sorted(_PARTS.intersection(io.listdir(path))):
+                remove_tree(io, os.path.join(path, part))
+            write_file(io, identity_file + NEW_SUFFIX, identity)
+            sync_directory(io, path)
+            _make_parts(io, path, plan, boot_id)
+            io.rename(identity_file + NEW_SUFFIX, identity_file)
+            sync_directory(io, path)
         sync_directory(io, os.path.dirname(os.path.abspath(path)))
     except OSError as error:
         raise OpenFailed(path, error) from error
+
+
+def require_unused(io: Io, path: str, name: str) -> None:
+    """StoreExists unless nothing is there, or an empty directory, or one in which the making of a node, or of what else
+    the file `name` tells, was interrupted."""
+    try:
+        if not os.path.lexists(path):
+            return
+        if os.path.islink(path) or not os.path.isdir(path):
+            raise StoreExists(path)
+        found = set(io.listdir(path))
+        if found and (name + NEW_SUFFIX not in found or found - _PARTS - {name + NEW_SUFFIX}):
+            raise StoreExists(path)
+    except OSError as error:
+        raise OpenFailed(path, error) from error
+
+
+def _make_parts(io: Io, path: str, plan: NodePlan, boot_id: str) -> None:
+    slabs = os.path.join(path, SLABS_DIRECTORY)
+    io.mkdir(slabs)
+    io.mkdir(os.path.join(path, STAMPS_DIRECTORY))
+    Slab.create(io, slab_path(path), plan.extent_bytes, plan.extents)
+    sync_directory(io, slabs)
+    Index.create(io, index_path(path), plan.index_bytes)
+    write_boot(io, path, BootRecord(boot_id, True, 0, 0, 0))
 
 
 def parse_toml(file: str, data: bytes) -> dict[str, Any]:

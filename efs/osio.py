@@ -21,11 +21,13 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Final, Protocol
 
 from efs.limits import IOV_MAX
 
 Buffer = memoryview | bytearray | bytes
+NEW_SUFFIX: Final = ".new"
+"""Of a file that has not got its name yet."""
 
 
 class Io(Protocol):
@@ -166,20 +168,25 @@ def read_scattered(io: Io, fd: int, buffers: Sequence[memoryview], offset: int) 
             position += 1
 
 
+def write_file(io: Io, path: str, data: bytes) -> None:
+    """Write a small file in place and sync it. Interrupted, it leaves a part."""
+    fd = io.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_fully(io, fd, memoryview(data), 0)
+        io.fsync(fd)
+    finally:
+        io.close(fd)
+
+
 def replace_file(io: Io, directory: str, name: str, data: bytes) -> None:
     """Write a small file whole: temporary file, sync, rename, sync of the directory.
 
     Until the rename the old file is untouched; a failure before it removes the temporary file, as far as that works.
     """
     path = os.path.join(directory, name)
-    temporary = path + ".new"
+    temporary = path + NEW_SUFFIX
     try:
-        fd = io.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            write_fully(io, fd, memoryview(data), 0)
-            io.fsync(fd)
-        finally:
-            io.close(fd)
+        write_file(io, temporary, data)
         io.rename(temporary, path)
     except OSError:
         with suppress(OSError):

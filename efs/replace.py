@@ -6,13 +6,14 @@ Steps, each of them durable before the next one begins, so that a kill anywhere 
 2. Where the root is that of a cluster with a cluster.toml, that names the new id, at the address of the old one. Then
    store.toml does, and, if it moved, the new path. From here on the old directory is refused wherever it turns up, and
    until the new one is complete the store opens without the node.
-3. The directory is made, node.toml last. What an interrupted making left in it, and nothing else, is removed first.
+3. The directory is made (`efs/nodedir.py`), also where that was interrupted before.
 4. The note that it is being made goes; the one that it is syncing stays.
 5. The store is opened and the node synced (`efs/upkeep.py`), from the key that was reached, until it joins. If that is
    interrupted, any later owner goes on with it in the background.
 
-Only an absent or empty directory is taken. A node that is there and belongs to the store is never replaced in its
-place: move it away first. The sizes of the new node are those of the others.
+Only a directory is taken that is absent, or empty, or in which the making of a node was interrupted. A node that is
+there and belongs to the store is never replaced in its place: move it away first. The sizes of the new node are those
+of the others.
 
 A cluster.toml that names another node in the place than store.toml does is not written over, and neither is a later
 group replaced in whose root there is none: its cluster is described elsewhere. That a map in etcd describes the
@@ -24,7 +25,6 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import dataclass, replace
-from typing import Final
 
 from efs.cluster import STORE_FILE, StoreConfig, absent_because, read_store_config, write_store_config
 from efs.clusterfile import CLUSTER_FILE, ClusterConfig, read_cluster, replace_node
@@ -32,11 +32,7 @@ from efs.dirlock import locked_directory
 from efs.errors import IdentityMismatch, InvalidArgument, OpenFailed, StoreExists, StoreNotFound
 from efs.limits import DATA_SHARDS, STRIPE_SHARDS
 from efs.nodedir import (
-    BOOT_FILE,
-    INDEX_DIRECTORY,
     NODE_FILE,
-    SLABS_DIRECTORY,
-    STAMPS_DIRECTORY,
     NodeConfig,
     NodePlace,
     NodePlan,
@@ -44,13 +40,10 @@ from efs.nodedir import (
     create_directory,
     machine_boot_id,
     read_config,
+    require_unused,
 )
-from efs.osio import Io, remove_tree
+from efs.osio import Io
 from efs.progress import Progress, read_progress, write_progress
-
-OWN_NAMES: Final = frozenset({SLABS_DIRECTORY, STAMPS_DIRECTORY, INDEX_DIRECTORY, BOOT_FILE, BOOT_FILE + ".new",
-                              NODE_FILE + ".new"})
-"""What an interrupted making leaves in a directory that has no node.toml yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,7 @@ def _prepare(io: Io, root: str, index: int, path: str | None, source: random.Ran
             raise InvalidArgument(f"node {index} is at {place} and in use: move the directory away to replace it")
         _note_made(io, root, progress, index)
         return Prepared(index, place, found.node_id, True)
-    _require_ours(io, place, making is not None)
+    require_unused(io, place, NODE_FILE)
     plan = _plan_of_others(io, config, index)
     # A noted id that store.toml does not name yet is that of no directory, so it is good for any.
     unused = noted if same or noted != config.node_ids[index] else None
@@ -172,16 +165,6 @@ def _check_path(config: StoreConfig, index: int, place: str) -> None:
             raise InvalidArgument(f"{place} cannot be node {index}: node {other} is at {path}")
 
 
-def _require_ours(io: Io, place: str, begun: bool) -> None:
-    """StoreExists unless the place is absent, or empty, or holds only what an earlier making of ours left."""
-    try:
-        if os.path.lexists(place) and (os.path.islink(place) or not os.path.isdir(place)
-                                       or set(io.listdir(place)) - (OWN_NAMES if begun else frozenset())):
-            raise StoreExists(place)
-    except OSError as error:
-        raise OpenFailed(place, error) from error
-
-
 def _plan_of_others(io: Io, config: StoreConfig, index: int) -> NodePlan:
     """The sizes of the nodes that are there. InvalidArgument when they are too few to rebuild from."""
     found: list[NodeConfig] = []
@@ -202,14 +185,8 @@ def _with_node(config: StoreConfig, index: int, path: str, node_id: str) -> Stor
 
 
 def _make(io: Io, place: str, where: NodePlace, node_id: str, plan: NodePlan) -> None:
-    try:
-        if os.path.lexists(place):
-            for name in io.listdir(place):
-                remove_tree(io, os.path.join(place, name))
-        elif not os.path.isdir(os.path.dirname(place)):
-            raise OpenFailed(place, FileNotFoundError(2, "the directory above it is not there"))
-    except OSError as error:
-        raise OpenFailed(place, error) from error
+    if not os.path.isdir(os.path.dirname(place)):
+        raise OpenFailed(place, FileNotFoundError(2, "the directory above it is not there"))
     create_directory(io, place, where, node_id, plan, machine_boot_id())
 
 

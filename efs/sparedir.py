@@ -47,7 +47,8 @@ def is_spare(path: str) -> bool:
 
 
 def create_spare(io: Io, path: str, cluster_id: str, node_id: str, plan: NodePlan, boot_id: str) -> SpareConfig:
-    """Make a spare in a new or empty directory. StoreExists if something is in it, OpenFailed names the path."""
+    """Make a spare in a new or empty directory, or one in which that was interrupted. Errors as
+    `efs.nodedir.create_directory`."""
     require_id("cluster id", cluster_id)
     prepare_directory(io, path, node_id, plan, boot_id, SPARE_FILE, render_identity(cluster_id, node_id, (), plan))
     return SpareConfig(cluster_id, node_id, plan)

@@ -1,8 +1,9 @@
 """`kvstore cluster replace-node` and `move-node`: another node, or another address, in a place of a cluster.
 
 What is written is a new version of the map, if nobody else wrote one meanwhile; clients and servers see it by
-themselves. A replacement that was interrupted goes on when the same command is given again: the directory that it
-made is recognised by its node.toml and by never having been served, and a spare (`kvstore/cli/spareplace.py`) by
+themselves. A replacement that was interrupted goes on when the same command is given again: a directory that it was
+making is made anew (`efs/nodedir.py`), one that it made is recognised by its node.toml and by never having been served,
+and a spare (`kvstore/cli/spareplace.py`) by
 what its server says.
 """
 

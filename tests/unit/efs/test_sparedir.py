@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from efs.clock import SystemClock
 from efs.cluster import absent_because
+from efs.dirlock import locked_directory
 from efs.errors import CorruptRecord, FormatUnsupported, InvalidArgument, OpenFailed, StoreExists
 from efs.limits import MIB
 from efs.node import DirectoryNode
 from efs.nodedir import NODE_FILE, NodeConfig, NodePlace, create_directory, plan_node, read_config
-from efs.osio import SystemIo
+from efs.osio import Io, SystemIo
 from efs.sparedir import SPARE_FILE, SpareConfig, create_spare, is_spare, read_spare, settle
 from tests.support.faultio import FaultIo
 
@@ -96,6 +98,54 @@ def test_a_place_that_is_not_empty_is_refused(path: str) -> None:
         create_spare(IO, path, "c" * 32, "e" * 32, PLAN, "boot-1")
     assert names(path) == before
     assert read_spare(IO, path) == SPARE
+
+
+def make_node(io: Io, path: str) -> None:
+    create_directory(io, path, PLACE, "d" * 32, PLAN, "boot-1")
+
+
+def make_spare(io: Io, path: str) -> None:
+    create_spare(io, path, "c" * 32, "d" * 32, PLAN, "boot-1")
+
+
+@pytest.mark.parametrize("make", [make_node, make_spare])
+def test_a_making_that_was_interrupted_anywhere_goes_on(tmp_path: Path, make: Callable[[Io, str], None]) -> None:
+    whole = str(tmp_path / "whole")
+    counted = FaultIo()
+    make(counted, whole)
+    kinds = tuple({operation.name for operation in counted.log} - {"close", "unlock"})
+    interrupted = 0
+    for at in range(sum(operation.name in kinds for operation in counted.log)):
+        path = str(tmp_path / str(at))
+        io = FaultIo()
+        io.fail(kinds, errno.EIO, skip=at, times=None)
+        with pytest.raises(OpenFailed):
+            make(io, path)
+        if not os.path.isdir(path) or not {NODE_FILE, SPARE_FILE} & names(path):
+            interrupted += 1
+            make(IO, path)
+        assert names(path) == names(whole)
+    assert interrupted > 10
+
+
+@pytest.mark.parametrize("there", [{"stamps", "boot"}, {"node.toml.new", "boot", "lock"}, {"spare.toml.new"},
+                                   {"node.toml.new", "notes"}])
+def test_what_no_interrupted_making_leaves_is_not_removed(tmp_path: Path, there: set[str]) -> None:
+    for name in there:
+        (tmp_path / name).write_bytes(b"?")
+    with pytest.raises(StoreExists):
+        make_node(IO, str(tmp_path))
+    assert names(str(tmp_path)) == there
+
+
+def test_two_do_not_make_a_node_in_one_directory_at_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    os.mkdir(path)
+    busy = InvalidArgument("busy")
+    with (locked_directory(IO, path, lambda error: OpenFailed(path, error), busy),
+          pytest.raises(InvalidArgument, match="somebody else is making a node there")):
+        make_node(IO, path)
+    assert names(path) == set()
 
 
 @pytest.mark.parametrize(
