@@ -111,11 +111,12 @@ def _made(io: Io, root: str, cluster: Description) -> StoreConfig | None:
 
 def _make(io: Io, root: str, cluster: Description, settings: Config,
           listen: str | None) -> tuple[StoreConfig, list[str]]:
-    """The directories of the next group, as large as those that a map in etcd speaks of unless another size is given;
+    """The directories of the next group, as large as those that a map in etcd speaks of unless other sizes are given;
     and warnings."""
     capacity, extent_bytes, config = settings.capacity, settings.extent_bytes, cluster.config
     if capacity is None and cluster.held is not None:
-        capacity, extent_bytes = STRIPE_SHARDS * cluster.held.map.node_capacity_bytes, cluster.held.map.extent_bytes
+        found = cluster.held.map
+        capacity, extent_bytes = STRIPE_SHARDS * found.node_capacity_bytes, extent_bytes or found.extent_bytes
     if capacity is None:
         raise UsageMistake("no capacity given: use --capacity SIZE, such as 100GiB")
     warnings = init_store(io, root, capacity, node_paths=None, durability=config.durability, extent_bytes=extent_bytes,

@@ -390,6 +390,19 @@ def in_etcd() -> Iterator[tuple[EtcdProcess, TwoGroups]]:
         yield etcd, groups
 
 
+@pytest.mark.parametrize("more", [(), ("--extent-bytes", str(EXTENT_BYTES // 2))])
+def test_a_group_of_a_map_in_etcd_has_the_sizes_of_the_others_or_those_that_are_given(tmp_path: Path,
+                                                                                      more: tuple[str, ...]) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with etcd_process() as etcd:
+        run_process("cluster", "init", str(first), "--capacity", CAPACITY, "--extent-bytes", str(EXTENT_BYTES),
+                    "--listen", "tcp:127.0.0.1:7400", "--etcd", str(etcd.url))
+        added = run_process("cluster", "add-group", str(etcd.url), str(second), "--address", "unix:/x/s", *more)
+    assert added.code == 1, "its servers do not answer"
+    assert read_store_config(SystemIo(), str(second)).extent_bytes == (EXTENT_BYTES // 2 if more else EXTENT_BYTES)
+    assert read_store_config(SystemIo(), str(second)).capacity_bytes == int(CAPACITY)
+
+
 async def test_a_client_of_a_map_in_etcd_follows_when_a_group_is_added(in_etcd: tuple[EtcdProcess, TwoGroups]) -> None:
     etcd, groups = in_etcd
     store = EtcdStore(etcd.url)
