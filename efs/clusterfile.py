@@ -5,7 +5,8 @@
     durability = "process" or "power"      what an acknowledgement promises; every server must promise the same
     upkeep_host = "name"                   optional: the machine on which a client looks after the store
     token_file = "path"                    optional: the token that servers ask clients for
-    operator_token_file = "path"           optional: the token of operators, where they have one of their own
+    operator_token_file = "path"           optional: the token of operators, where servers have one of their own for
+                                           them; who looks after the store needs it, all other clients do not
     version = 2                            optional, 1: rises with each change that clients must not mix up
     groups_added = [1764484800]            optional: when each EC group but the first was added, seconds since 1970
     retention_seconds = 604800             optional: how long look-ups go to earlier owners after that
@@ -190,12 +191,14 @@ def require_drainable(draining: Collection[int]) -> None:
 
 
 def write_cluster(io: Io, root: str, cluster_id: str, durability: Durability, node_ids: Sequence[str],
-                  addresses: Sequence[str], *, upkeep_host: str | None, token_file: str | None) -> str:
+                  addresses: Sequence[str], *, upkeep_host: str | None, token_file: str | None,
+                  operator_token_file: str | None = None) -> str:
     """Write ROOT/cluster.toml; returns its path. Addresses as they are to stand in it. OpenFailed names the path."""
     assert durability in DURABILITIES
     nodes = [_Node(node_id, address) for node_id, address in zip(node_ids, addresses, strict=True)]
     path = os.path.join(root, CLUSTER_FILE)
-    _write(io, path, _File(FORMAT_VERSION, cluster_id, durability, nodes, upkeep_host, token_file))
+    _write(io, path, _File(FORMAT_VERSION, cluster_id, durability, nodes, upkeep_host, token_file,
+                            operator_token_file))
     return path
 
 

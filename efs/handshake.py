@@ -133,10 +133,11 @@ def client_proof(token: bytes | None, hello: Hello, nonce: bytes) -> bytes:
     return _proof(token, "client", hello, nonce)
 
 
-def require_proof(found: bytes, expected: bytes, who: str) -> None:
+def require_proof(found: bytes, expected: bytes, who: str, role: Role, hint: str = "") -> None:
     """HandshakeFailed unless the proofs are the same, in a time that tells nothing."""
     if not hmac.compare_digest(found, expected):
-        raise HandshakeFailed(f"{who} does not know the token" if found else f"{who} shows no proof of a token")
+        why = "does not know the token" if found else "shows no proof of the token"
+        raise HandshakeFailed(f"{who} {why} for the role {role}{hint}")
 
 
 def read_token(io: Io, path: str) -> bytes:

@@ -344,7 +344,7 @@ class Link:
             token = place.tokens.of(place.role)
             if token is not None:
                 expected = server_proof(token, hello, challenge.nonce)
-                require_proof(challenge.proof, expected, f"the server {place.endpoint}")
+                require_proof(challenge.proof, expected, f"the server {place.endpoint}", place.role, _hint(place))
             self._challenged = True
             proof = client_proof(token, hello, challenge.nonce)
             self._stream.send(encode_frame(Kind.PROOF, 0, encode_message(ProofMessage(proof))))
@@ -437,6 +437,13 @@ class Link:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
+
+
+def _hint(place: RemotePlace) -> str:
+    """For an operator who has no token but the one that is for everybody."""
+    if place.role is not Role.OPERATOR or place.tokens.operator is not None:
+        return ""
+    return ": where servers have an --operator-token-file, operator_token_file of the cluster must name it too"
 
 
 def _reason(error: EfsError) -> str:

@@ -350,7 +350,7 @@ class Session:
         hello, role = self._hello, Role(self._hello.role)
         token = self._host.tokens.of(role)
         if token is not None:
-            require_proof(proof, client_proof(token, hello, self._nonce), "the client")
+            require_proof(proof, client_proof(token, hello, self._nonce), "the client", role)
         served = self._host.nodes.get(hello.node_id)
         if served is None:
             raise IdentityMismatch("the server", "what it serves", ", ".join(sorted(self._host.nodes)), hello.node_id)

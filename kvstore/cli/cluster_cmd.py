@@ -23,7 +23,7 @@ from efs.fs import FileSystem
 from efs.handshake import Tokens, read_token
 from efs.health import NodeState
 from efs.limits import STRIPE_SHARDS
-from efs.osio import SystemIo
+from efs.osio import Io, SystemIo
 from efs.types import NodeInfo
 from kvstore.cli import drain_cmd, group_cmd, localset_cmd, place_cmd, spare_cmd
 from kvstore.cli.addresses import SOCKETS, listening
@@ -46,6 +46,9 @@ _INIT = """Make a store of twelve node directories under ROOT, and ROOT/cluster.
 file says where servers are to listen; start them with `kvstore node serve`. This machine is noted as the one on which
 a client looks after the store. Once copied to other machines the file works there too, for TCP addresses. With the
 servers stopped, ROOT is a store like any other: `kvstore fsck` and `kvstore repair` work on it.
+
+With --operator-token-file servers that are started with the same option ask for that one whoever looks after the store
+or runs repair, scrub, sweep, gc and purge; clients that cannot read the file fetch and put all the same.
 
 With --etcd there is no file: the same stands in etcd, as the map of the cluster NAME, which clients follow. The name
 must not be in use.
@@ -99,6 +102,10 @@ def init(
     token_file: Annotated[
         str | None, typer.Option("--token-file", metavar="FILE", help="Secret that servers will ask for, mode 0600.")
     ] = None,
+    operator_token_file: Annotated[
+        str | None,
+        typer.Option("--operator-token-file", metavar="FILE", help="Secret that servers will ask operators for."),
+    ] = None,
     etcd: Annotated[
         str | None, typer.Option("--etcd", metavar="URL", help="Write the map there: etcd://HOST:PORT/NAME.")
     ] = None,
@@ -113,9 +120,10 @@ def init(
     url = None if etcd is None else parse_etcd_url(etcd)
     if url is not None:
         with_etcd(url, _require_no_map)
-    if token_file is not None:
-        token_file = os.path.abspath(token_file)
-        read_token(io, token_file)
+    if operator_token_file is not None and token_file is None:
+        raise UsageMistake("--operator-token-file needs --token-file")
+    token_file, operator_token_file = (None if file is None else _readable(io, os.path.abspath(file))
+                                       for file in (token_file, operator_token_file))
     warnings = [*FileSystem.init(root, config.capacity, durability=config.durability,
                                  extent_bytes=config.extent_bytes)]
     if token_file is None and not all(is_local(parse_endpoint(address, root)) for address in addresses):
@@ -126,9 +134,10 @@ def init(
     store = read_store_config(io, root)
     if url is None:
         where = write_cluster(io, root, store.cluster_id, store.durability, store.node_ids, addresses,
-                              upkeep_host=socket.gethostname(), token_file=token_file)
+                              upkeep_host=socket.gethostname(), token_file=token_file,
+                              operator_token_file=operator_token_file)
     else:
-        first = _first_map(store, root, addresses, token_file)
+        first = _first_map(store, root, addresses, token_file, operator_token_file)
         with_etcd(url, lambda etcd_store: etcd_store.create(first))
         where = str(url)
     for warning in warnings:
@@ -151,11 +160,18 @@ async def _require_no_map(store: EtcdStore) -> None:
     raise InvalidArgument(f"{store.url}: there is a cluster of this name already")
 
 
-def _first_map(store: StoreConfig, root: str, addresses: Sequence[str], token_file: str | None) -> ClusterMap:
+def _readable(io: Io, token_file: str) -> str:
+    """The path, of a file that holds a token. Errors as `read_token`."""
+    read_token(io, token_file)
+    return token_file
+
+
+def _first_map(store: StoreConfig, root: str, addresses: Sequence[str], token_file: str | None,
+               operator_token_file: str | None) -> ClusterMap:
     places = tuple(MapPlace(node_id, str(parse_endpoint(address, root)), 1)
                    for node_id, address in zip(store.node_ids, addresses, strict=True))
     return ClusterMap(1, store.cluster_id, store.durability, root, store.capacity_bytes // STRIPE_SHARDS,
-                      store.extent_bytes, places, socket.gethostname(), token_file)
+                      store.extent_bytes, places, socket.gethostname(), token_file, operator_token_file)
 
 
 def status(

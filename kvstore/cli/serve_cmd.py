@@ -36,9 +36,10 @@ HELP = """Serve one or several node directories, until SIGTERM or SIGINT.
 
 Each --listen is unix:PATH or tcp:HOST:PORT (port 0: any). An address that other machines can reach needs --token-file,
 a file of mode 0600 with a secret of at least 16 bytes; clients then have to know it. With --operator-token-file too,
-only who knows that one may list or drop what is held, have it evicted, purge a tenant, or give a spare its place. Owns
-the directories; a second owner is refused with the pid of the first. Prints a line for each node once all of them are
-served. On SIGTERM requests under way are answered, nodes are closed cleanly, and the exit code is 0.
+only who knows that one may list or drop what is held, have it evicted, purge a tenant, or give a spare its place:
+clients find it by operator_token_file of cluster.toml or the map, as `kvstore cluster init --operator-token-file`
+writes it. Owns the directories; a second owner is refused with the pid of the first. Prints a line for each node once
+all of them are served. On SIGTERM requests under way are answered, nodes are closed cleanly, and the exit code is 0.
 
 Slabs are read through memory maps, so a disk that fails to read ends the process; --no-mapped reads them with calls.
 --durability must be what the cluster was made with: clients refuse a server that promises something else, and in the

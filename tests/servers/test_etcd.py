@@ -379,10 +379,18 @@ async def test_status_shows_the_map_and_the_leases(etcd: EtcdProcess, cluster: S
     assert (moved.code, (await store.read()).map.places[10].address) == (0, f"unix:{cluster.root}/x")
 
 
+def token(directory: Path, name: str) -> tuple[str, str]:
+    """The option for a token, made in a file of its name."""
+    path = directory / name
+    path.write_text(f"{name} of more than 16 bytes")
+    path.chmod(0o600)
+    return f"--{name}-file", str(path)
+
+
 async def test_init_writes_the_first_map_once(etcd: EtcdProcess, tmp_path: Path) -> None:
     url = str(EtcdUrl(etcd.url.host, etcd.url.port, f"init-{os.getpid()}"))
     words = ("--json", "cluster", "init", str(tmp_path / "a"), "--capacity", "2GiB", "--listen", "tcp:127.0.0.1:7400",
-             "--etcd", url)
+             "--etcd", url, *(word for name in ("token", "operator-token") for word in token(tmp_path, name)))
     done = await asyncio.to_thread(run_process, *words)
     assert (done.code, done.document()["cluster"]) == (0, url)
     assert not (tmp_path / "a" / "cluster.toml").exists()
@@ -390,6 +398,7 @@ async def test_init_writes_the_first_map_once(etcd: EtcdProcess, tmp_path: Path)
     found = (await store.read()).map
     await store.close()
     assert (found.version, found.root, found.places[11].address) == (1, str(tmp_path / "a"), "tcp:127.0.0.1:7411")
+    assert (found.token_file, found.operator_token_file) == (str(tmp_path / "token"), str(tmp_path / "operator-token"))
     again = await asyncio.to_thread(run_process, *words[:3], str(tmp_path / "b"), *words[4:])
     assert (again.code, "already" in again.error_line) == (2, True)
     assert not (tmp_path / "b").exists()

@@ -160,9 +160,9 @@ def test_a_cluster_that_other_machines_reach_is_made_with_a_word_about_the_token
     assert any("--token-file" in warning for warning in outcome.document()["warnings"]) == warned
 
 
-def token_file(directory: Path, mode: int = 0o600) -> str:
-    path = directory / "token"
-    path.write_text("0123456789abcdef")
+def token_file(directory: Path, mode: int = 0o600, name: str = "token") -> str:
+    path = directory / name
+    path.write_text(f"{name} of 16 bytes")
     path.chmod(mode)
     return str(path)
 
@@ -173,7 +173,33 @@ def test_a_cluster_with_a_token_that_cannot_be_read_is_not_made(tmp_path: Path) 
     assert (absent.code, str(tmp_path / "absent") in absent.error_line) == (8, True)
     open_to_all = run(*words, token_file(tmp_path, 0o644))
     assert (open_to_all.code, "chmod 600" in open_to_all.error_line) == (2, True)
+    operators = ("--operator-token-file", str(tmp_path / "absent"))
+    absent = run(*words, token_file(tmp_path), *operators)
+    assert (absent.code, str(tmp_path / "absent") in absent.error_line) == (8, True)
+    assert "needs --token-file" in run(*words[:-1], *operators).error_line
     assert not (tmp_path / "c").exists()
+
+
+def test_operators_find_their_own_token_where_the_cluster_was_made_with_it() -> None:
+    with short_directory() as base:
+        root = base / "c"
+        tokens = ("--token-file", token_file(base), "--operator-token-file", token_file(base, name="operators"))
+        done = run("cluster", "init", str(root), "--capacity", CAPACITY, "--listen", "unix", *tokens)
+        assert done.code == 0, done.err
+        sockets = [f"unix:{root}/sockets/{index:02d}" for index in range(12)]
+        more = [word for socket in sockets[1:] for word in ("--listen", socket)]
+        process = ServerProcess([node_path(root, index) for index in range(12)], sockets[0], *more, *tokens)
+        process.start()
+        try:
+            file = root / "cluster.toml"
+            repaired = run("repair", store=file)
+            assert repaired.code == 0, repaired.err
+            text = file.read_text()
+            file.write_text(text.replace("operator_token_file", "# operator_token_file"))
+            refused = run("repair", store=file)
+            assert "operator_token_file" in refused.error_line
+        finally:
+            assert process.terminate()[0] == 0
 
 
 # -- Ending ----------------------------------------------------------------------------------------------------------

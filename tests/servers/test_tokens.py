@@ -55,7 +55,7 @@ async def test_a_client_with_a_token_does_not_talk_to_a_server_without_it() -> N
 async def test_operators_may_have_a_token_of_their_own() -> None:
     async with served_memory(Tokens(TOKEN, OTHER)) as served:
         await (await served.connect(Role.DATA, Tokens(TOKEN))).close()
-        with pytest.raises(HandshakeFailed):
+        with pytest.raises(HandshakeFailed, match=r"for the role operator: .* operator_token_file of the cluster"):
             await served.connect(Role.OPERATOR, Tokens(TOKEN))
         operator = await served.connect(Role.OPERATOR, Tokens(TOKEN, OTHER))
         assert await operator.collect(Deadline.after_ms(served.clock, 20_000)) == 0
