@@ -3,9 +3,9 @@
 `call` runs a coroutine there and waits for its end. Three promises:
 
 - A caller always comes back: with the result, with the coroutine's exception, or with StoreClosed when the loop ended
-  first. - A caller that is interrupted (KeyboardInterrupt) cancels its coroutine and waits, bounded, until it has
-  really ended, so that
-  nothing writes into the caller's buffer afterwards.
+  first.
+- A caller that is interrupted (KeyboardInterrupt), at whatever moment, cancels its coroutine and waits, bounded, until
+  it has really ended, so that nothing writes into the caller's buffer afterwards.
 - Nothing here holds up the end of the process: the thread is a daemon, and every wait of `stop` is bounded.
 """
 
@@ -62,19 +62,19 @@ class LoopThread:
             work.close()
             raise InvalidArgument("a callback must not call the blocking store whose thread it runs on")
         outcome: Future[Result] = Future()
-        with self._lock:
-            if not self._open:
-                work.close()
-                raise StoreClosed("the store is closed")
-            self._waiting.add(outcome)
-            tasks: list[asyncio.Task[Result]] = []
-            self._loop.call_soon_threadsafe(self._begin, work, outcome, tasks)
+        tasks: list[asyncio.Task[Result]] = []
         try:
+            with self._lock:
+                if not self._open:
+                    work.close()
+                    raise StoreClosed("the store is closed")
+                self._waiting.add(outcome)
+                self._loop.call_soon_threadsafe(self._begin, work, outcome, tasks)
             return _result(outcome, timeout_s)
         except BaseException:
             if not outcome.done():
                 # After a timeout the caller has waited long enough.
-                self._cancel(tasks, outcome, INTERRUPTED_WAIT_S if timeout_s is None else 0.0)
+                self._cancel(work, tasks, outcome, INTERRUPTED_WAIT_S if timeout_s is None else 0.0)
             raise
 
     def stop(self, wait_s: float) -> None:
@@ -116,16 +116,28 @@ class LoopThread:
         else:
             outcome.set_exception(error)
 
-    def _cancel(self, tasks: list[asyncio.Task[Result]], outcome: Future[Result], wait_s: float) -> None:
-        """Cancel what a caller started (the list is filled on the loop by then) and wait a while for its end."""
+    def _cancel(self, work: Coroutine[Any, Any, Result], tasks: list[asyncio.Task[Result]], outcome: Future[Result],
+                wait_s: float) -> None:
+        """Cancel what a caller started, and wait a while for its end."""
         with self._lock:
             if not self._open:
                 return
-            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+            self._loop.call_soon_threadsafe(self._end, work, tasks, outcome)
         try:
             outcome.exception(wait_s)
         except TimeoutError:
             return
+
+    def _end(self, work: Coroutine[Any, Any, Result], tasks: list[asyncio.Task[Result]],
+             outcome: Future[Result]) -> None:
+        """On the loop, behind `_begin` if that was asked for: without a task nothing was begun and nothing will be."""
+        for task in tasks:
+            task.cancel()
+        if not tasks and not outcome.done():
+            work.close()
+            with self._lock:
+                self._waiting.discard(outcome)
+            outcome.set_exception(StoreClosed("the call was not begun"))
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
