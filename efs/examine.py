@@ -4,7 +4,8 @@ Each shard in hand is hashed against the payload hash in its own record's header
 again where the record is: at another generation the slot was reused while it was read (raced: read once more at the new
 place, then lost); at the same generation the record is corrupt: lost for this call, counted, reported for mending.
 When no shard is to blame although something was rebuilt, the block is rebuilt once more from another ten; else, and
-after that, it is given up.
+after that, it is given up. Segments that are good stay so, and shards that are only in these are not looked at: their
+bytes are the block's, whatever their own headers say.
 """
 
 from __future__ import annotations
@@ -23,17 +24,24 @@ from efs.unitread import CorruptShard, UnitReads
 
 async def examine(reads: UnitReads, keys: Sequence[bytes], unit: Unit, row: int) -> None:
     """Find and drop the culprits among the shards of one block; afterwards `advance` decides what to do."""
-    culprits = [
+    unsound = [
         shard
         for shard in range(STRIPE_SHARDS)
         if unit.state[shard, row] == Shard.HAVE
         and not unit.computed[shard, row]
+        and not reads.settled(unit, shard, row)
         and not await _sound(reads, unit, shard, row)
     ]
     block = unit.start + row
+    # More may have become good while nodes were asked.
+    if not reads.disagrees(unit, row):
+        return
+    open_shards = [shard for shard in range(STRIPE_SHARDS) if not reads.settled(unit, shard, row)]
+    culprits = [shard for shard in unsound if shard in open_shards]
     for shard in culprits:
         unit.state[shard, row] = Shard.LOST
-    computed = unit.computed[:, row].copy()
+    computed = np.zeros(STRIPE_SHARDS, np.bool_)
+    computed[open_shards] = unit.computed[open_shards, row]
     if not culprits and (not computed.any() or unit.rebuilds >= MAX_READ_ATTEMPTS):
         rows = np.zeros(unit.stop - unit.start, np.bool_)
         rows[row] = True
@@ -41,8 +49,7 @@ async def examine(reads: UnitReads, keys: Sequence[bytes], unit: Unit, row: int)
         return
     unit.rebuilds += 0 if culprits else 1
     unit.state[computed, row] = Shard.LOST
-    unit.computed[:, row] = False
-    reads.good[:, block] = False
+    unit.computed[computed, row] = False
     unit.whole.clear()
     unit.piecemeal = unit.losses = True
     reads.stirred.add(unit)

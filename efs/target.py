@@ -9,6 +9,7 @@ The buffer holds n blocks segment-major (see `efs.shape`). `landing` tells a nod
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,9 +53,12 @@ class Target:
         region = self._bytes[offset : offset + self.blocks * step].reshape(self.blocks, step)
         return region[start:stop, piece.segment_offset : piece.segment_offset + piece.size]
 
-    def landing(self, shard: int, block: int) -> Landing:
-        """Where one data shard of blocks from `block` on belongs."""
+    def landing(self, shard: int, block: int, done: Collection[int] = ()) -> Landing:
+        """Where one data shard of blocks from `block` on belongs, but for its pieces in `done` segments."""
         strides = self._strides[shard]
+        if done:
+            strides = tuple([stride for stride, piece in zip(strides, self.shape.pieces[shard], strict=True)
+                             if piece.segment not in done])
         if len(strides) == 1:
             source, size, start, step = strides[0]
             return Landing(self.out, (Stride(source, size, start + block * step, step),))
@@ -90,12 +94,15 @@ class Target:
             return self._piece_rows(self.shape.pieces[shard][0], start, stop)
         return np.empty((stop - start, self.shape.shard_bytes), np.uint8)
 
-    def store_rows(self, shard: int, start: int, stop: int, rows: NDArray[np.uint8]) -> None:
-        """Copy what was rebuilt into `wanted_rows` to its pieces; nothing to do where the shard is whole."""
+    def store_rows(self, shard: int, start: int, stop: int, rows: NDArray[np.uint8], done: NDArray[np.bool_]) -> None:
+        """Copy what was rebuilt into `wanted_rows` to its pieces, but for those in segments that are done, of
+        (segments, stop - start); nothing to do where the shard is whole."""
         if self._whole[shard]:
             return
         for piece in self.shape.pieces[shard]:
-            self._piece_rows(piece, start, stop)[...] = rows[:, piece.shard_offset : piece.shard_offset + piece.size]
+            part = rows[:, piece.shard_offset : piece.shard_offset + piece.size]
+            left = ~done[piece.segment]
+            self._piece_rows(piece, start, stop)[left] = part[left]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +125,8 @@ class PartTarget(Target):
         super().__init__(out, shape, part.blocks)
         self._rows: list[int] = part.rows.tolist()
 
-    def landing(self, shard: int, block: int) -> Landing:
-        return super().landing(shard, self._rows[block])
+    def landing(self, shard: int, block: int, done: Collection[int] = ()) -> Landing:
+        return super().landing(shard, self._rows[block], done)
 
     def store_slots(self, shard: int, block: int, slots: NDArray[np.uint8]) -> None:
         super().store_slots(shard, self._rows[block], slots)
@@ -133,8 +140,8 @@ class PartTarget(Target):
     def wanted_rows(self, shard: int, start: int, stop: int) -> NDArray[np.uint8]:
         return super().wanted_rows(shard, *self._there(start, stop))
 
-    def store_rows(self, shard: int, start: int, stop: int, rows: NDArray[np.uint8]) -> None:
-        super().store_rows(shard, *self._there(start, stop), rows)
+    def store_rows(self, shard: int, start: int, stop: int, rows: NDArray[np.uint8], done: NDArray[np.bool_]) -> None:
+        super().store_rows(shard, *self._there(start, stop), rows, done)
 
     def _there(self, start: int, stop: int) -> tuple[int, int]:
         first = self._rows[start]

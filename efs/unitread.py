@@ -1,8 +1,9 @@
 """The shards of one fetch: asked, landed, verified, rebuilt, unit by unit. Runs on the loop's thread only.
 
 Invariants: a segment of a block is good only after its bytes in the caller's buffer were hashed and agreed with the
-pinned version's header. Before bytes are rebuilt in place, every landing that could still write to them is revoked, so
-nothing writes to good bytes. What a node shows of its memory is copied before anything is awaited, a chunk of a segment
+pinned version's header, and stays so: the caller may be using it. Before bytes are rebuilt in place, every landing that
+could still write to them is revoked, and of a shard that is read or rebuilt once more only the pieces in segments that
+are not good are written. What a node shows of its memory is copied before anything is awaited, a chunk of a segment
 at a time, each hashed at once. `landed` and node failures only change state and set `event`; waiting is the caller's.
 """
 
@@ -183,7 +184,8 @@ class UnitReads:
         wanted = held if rows is None else held & rows
         complete = True
         for low, high in self._spans(node_index, unit.start, wanted):
-            complete &= self._request(unit, shard, low, high, node, int(location[unit.start + low]))
+            for first, last in self._alike(unit, shard, low, high):
+                complete &= self._request(unit, shard, first, last, node, int(location[unit.start + first]))
         absent = ~held if rows is None else rows & ~held
         return complete if not absent.any() else self._absent(unit, shard, absent)
 
@@ -248,6 +250,17 @@ class UnitReads:
             cuts = [low, *(int(at) + low + 1 for at in broken), high]
             yield from pairwise(cuts)
 
+    def _alike(self, unit: Unit, shard: int, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Rows [low, high) as they are where no segment that the shard is in is good, else row by row."""
+        again = unit.piecemeal and shard < DATA_SHARDS
+        if again and self.good[self._segments_of[shard], unit.start + low : unit.start + high].any():
+            return pairwise(range(low, high + 1))
+        return iter([(low, high)])
+
+    def settled(self, unit: Unit, shard: int, row: int) -> bool:
+        """Whether all that a block has of a data shard stands in segments that are good."""
+        return shard < DATA_SHARDS and bool(self.good[self._segments_of[shard], unit.start + row].all())
+
     def _request(self, unit: Unit, shard: int, low: int, high: int, node: Node, location: int) -> bool:
         span = Span(location, high - low, self._shard_bytes, self._slot_bytes)
         try:
@@ -274,7 +287,9 @@ class UnitReads:
 
     def _landing(self, unit: Unit, shard: int, low: int) -> Landing:
         if shard < DATA_SHARDS:
-            return self.target.landing(shard, unit.start + low)
+            block = unit.start + low
+            again = self._segments_of[shard] if unit.piecemeal else ()
+            return self.target.landing(shard, block, [segment for segment in again if self.good[segment, block]])
         return parity_landing(self._parity_buffer(unit, shard), low, self._shard_bytes)
 
     def _parity_buffer(self, unit: Unit, shard: int) -> bytearray:
@@ -525,7 +540,7 @@ class UnitReads:
         targets = {shard: self.target.wanted_rows(shard, start, stop) for shard in wanted}
         self.context.codec.rebuild(present, targets)
         for shard, rows in targets.items():
-            self.target.store_rows(shard, start, stop, rows)
+            self.target.store_rows(shard, start, stop, rows, self.good[:, start:stop])
             unit.state[shard, low:high] = Shard.HAVE
             unit.computed[shard, low:high] = True
         self.tally.rebuilt[start:stop] = True

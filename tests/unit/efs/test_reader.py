@@ -14,12 +14,13 @@ from efs.clock import Deadline, SystemClock
 from efs.codec import Codec
 from efs.contract import Landing, Node, Span
 from efs.health import Health
+from efs.hedge import Unit
 from efs.metrics import CounterFile
 from efs.placement import placement_group, rotation_of, spare_shard_of
 from efs.reader import Reader
 from efs.shape import BlockShape
 from efs.types import GetReport
-from efs.unitread import CorruptShard
+from efs.unitread import CorruptShard, UnitReads
 from efs.writer import Writer
 from tests.support.blocks import TINY, Blocks, make_blocks
 from tests.support.gatednode import Gate, GatedNode
@@ -73,9 +74,9 @@ class Group:
         assert node is not None
         return node
 
-    def flip(self, blocks: Blocks, at: int, shard: int) -> None:
+    def flip(self, blocks: Blocks, at: int, shard: int, byte: int | None = None) -> None:
         (stored,) = self.held(blocks, at, shard).records[blocks.keys[at]].values()
-        stored.payload[len(stored.payload) // 2] ^= 1
+        stored.payload[len(stored.payload) // 2 if byte is None else byte] ^= 1
 
     def drop(self, blocks: Blocks, at: int, shard: int) -> None:
         node = self.held(blocks, at, shard)
@@ -178,6 +179,49 @@ async def test_corrupt_parity_used_for_a_rebuild_is_blamed_not_the_data() -> Non
     assert report.corrupt == 1
     assert report.missing == 1
     assert [item.shard for item in group.reported] == [parity]
+
+
+async def test_a_segment_that_was_announced_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that lies in two segments is corrupt in the later one, and so is the parity that it is rebuilt from
+    first: what the earlier segment has of it stays as it is all the while."""
+    shape = BlockShape(1_000, (150, 850))
+    group = memory_group()
+    blocks = make_blocks(4, shape=shape, run=8)
+    spare = spare_shard_of(placement_group(blocks.keys[0]))
+    late = {shard: SlowReadNode(group.held(blocks, 0, shard).node_index, CLOCK) for shard in (10, 11)}
+    for node in late.values():
+        group.nodes[node.node_index] = node
+    await group.store(blocks)
+    for node in late.values():
+        node.gate.clear()
+    group.flip(blocks, 2, 1)
+    group.flip(blocks, 2, 21 - spare, 10)
+    group.flip(blocks, 2, 21 - spare, 90)
+    out = bytearray(b"\xee" * 4 * shape.block_bytes)
+    first = b"".join(expected(blocks, at)[0] for at in range(4))
+    fired: list[tuple[int, int]] = []
+    kept: list[bool] = []
+    rebuild = UnitReads._rebuild_rows
+
+    def watched(reads: UnitReads, unit: Unit, low: int, high: int, have: Sequence[int]) -> None:
+        rebuild(reads, unit, low, high, have)
+        kept.append(bytes(out[: len(first)]) == first)
+
+    def report(found: CorruptShard) -> None:
+        group.reported.append(found)
+        late[21 - spare if found.shard == 1 else spare].gate.set()
+
+    monkeypatch.setattr(UnitReads, "_rebuild_rows", watched)
+    live: list[Node | None] = list(group.nodes)
+    reader = Reader(live, group.codec, group.counters, CLOCK, report)
+    done = await reader.get_into(blocks.keys, shape, memoryview(out), lambda *what: fired.append(what),
+                                 Deadline.after_ms(CLOCK, 5_000))
+    check(blocks, done, out)
+    assert done.ok == (True,) * 4
+    assert fired == [(0, 4), (1, 4)]
+    assert [found.shard for found in group.reported] == [1, 21 - spare]
+    assert kept == [True] * len(kept)
+    assert len(kept) >= 2
 
 
 async def test_two_corrupt_shards_and_one_absent_are_a_miss_of_that_block_only() -> None:
