@@ -223,7 +223,8 @@ class Lookups:
             if self._geometry(extent) is not None:
                 table = self._state.table(extent)
                 sound[part] = _matches(table, locations[part] & SLOT_MASK, names[part], generations[part])
-        return sound
+        # On disk an entry stands until the job has run that is to clear it.
+        return sound & self._state.exists(locations)
 
     def _stale(self, entry: IndexEntry) -> None:
         """The index names a record that the table does not have."""
@@ -252,7 +253,7 @@ class Lookups:
             table = self._state.table(extent)
             slots = locations[part] & SLOT_MASK
             slots = np.where(slots < table.geometry.slots, slots, 0)
-            same = (table.rows(slots)["key"] == keys[part]).all(axis=1)
+            same = (table.rows(slots)["key"] == keys[part]).all(axis=1) & self._state.exists(locations[part])
             found[part] = np.where(same, table.look_at(slots).view(LOOK), np.zeros(1, LOOK))
         return found
 

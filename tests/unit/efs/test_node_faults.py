@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from efs.clock import Deadline
-from efs.contract import Landing
+from efs.contract import ABSENT, Landing
 from efs.errors import NodeFull, NodeReadOnly, NodeUnavailable
+from efs.extent import SLOT_BITS
 from efs.limits import HUNG_MS, NODE_QUEUE_OPERATIONS
 from efs.node import DirectoryNode, Durability
 from efs.nodedir import read_boot
@@ -569,4 +571,23 @@ async def test_a_late_drop_does_not_take_the_record_that_reused_the_slot(tmp_pat
     assert await node.drop(old.drop_items(table.generation), box.soon()) == 0
     assert (await node.info(box.soon())).records == held
     assert (await box.holds(node, newer)).all()
+    await node.close()
+
+
+async def test_a_record_that_was_forgotten_does_not_come_back_before_the_disk_is_told(box: NodeBox) -> None:
+    node = await box.open()
+    records = make_records(8, NODE_INDEX, seed=1)
+    locations = (await box.store(node, records)).location
+    node._writer.forget_at(np.sort(locations))
+    state = node._state
+    assert len(state.owed_entries) == 8
+    # As when other tables have taken its place in the cache: what is on disk is read again.
+    for extent in np.unique(locations >> SLOT_BITS).tolist():
+        state.tables.remove(extent)
+    assert (await node.look_up(records.keys, box.soon())).location.max() == ABSENT
+    assert (await node.put(records.batch(), box.soon())).stored.all()
+    found = (await node.look_up(records.keys, box.soon())).location
+    assert state.exists(found).all()
+    assert (await box.holds(node, records)).all()
+    node.audit()
     await node.close()
