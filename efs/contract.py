@@ -67,6 +67,13 @@ class NodeTable:
                               bool(self.trusted[row]))
         return next((other for other in self.extra if (other.row, other.digest) == (row, digest)), None)
 
+    def extra_by_row(self) -> dict[int, list[VersionRow]]:
+        """The further versions of each row that has some."""
+        found: dict[int, list[VersionRow]] = {}
+        for other in self.extra:
+            found.setdefault(other.row, []).append(other)
+        return found
+
 
 @dataclass(slots=True)
 class Span:

@@ -56,7 +56,7 @@ async def examine(reads: UnitReads, keys: Sequence[bytes], unit: Unit, row: int)
     for shard in culprits:
         await _blame(reads, keys[block], unit, shard, row)
     for segment in range(len(reads.good)):
-        reads.verify_ready(unit, segment)
+        reads.verify_ready(unit, segment, row)
 
 
 async def _sound(reads: UnitReads, unit: Unit, shard: int, row: int) -> bool:

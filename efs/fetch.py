@@ -98,20 +98,27 @@ class Fetch:
         self._early.hand_over(reads, units)
         for segment in range(segments):
             for unit in units:
+                if self._deadline.passed():
+                    break
                 reads.ensure(unit, segment)
-                if self._context.clock.monotonic() - self._breathed > YIELD_SECONDS:
-                    if reads.queued >= FLUSH_REQUESTS:
-                        reads.flush()
-                    await self._breathe()
+                if reads.queued >= FLUSH_REQUESTS and self._breath_due:
+                    reads.flush()
+                await self._breathe_if_due()
             self._fire(reads)
         reads.flush()
         await self._settle(reads, units)
         self._fire(reads)
         return self._report(reads)
 
-    async def _breathe(self) -> None:
-        await asyncio.sleep(0)
-        self._breathed = self._context.clock.monotonic()
+    @property
+    def _breath_due(self) -> bool:
+        return self._context.clock.monotonic() - self._breathed > YIELD_SECONDS
+
+    async def _breathe_if_due(self) -> None:
+        """Let others have the loop now and then."""
+        if self._breath_due:
+            await asyncio.sleep(0)
+            self._breathed = self._context.clock.monotonic()
 
     # -- tables and headers ---------------------------------------------------------------------------------------
 
@@ -287,18 +294,14 @@ class Fetch:
         slow: Sequence[bool] = ()
         while left and not self._deadline.passed():
             reads.event.clear()
-            while reads.suspects:
-                unit, row = reads.suspects.pop()
-                if unit.open[row] and reads.disagrees(unit, row):
-                    await examine(reads, self._keys, unit, row)
+            await self._examine(reads)
             now = self._context.clock.monotonic()
             before, slow = slow, self._context.lags.slow(now)
             for unit in left:
                 if unit in reads.stirred or look_at[unit] <= now or slow != before:
                     again = reads.advance(unit)
                     look_at[unit] = inf if again is None else again
-                if self._context.clock.monotonic() - self._breathed > YIELD_SECONDS:
-                    await self._breathe()
+                await self._breathe_if_due()
             reads.flush()
             self._fire(reads)
             left = [unit for unit in left if unit.open.any()]
@@ -310,6 +313,14 @@ class Fetch:
             reads.kill(unit, unit.open.copy())
         if left:
             self._context.counters.add("get_deadline")
+
+    async def _examine(self, reads: UnitReads) -> None:
+        """Deal with the rows that disagree, as long as there is time."""
+        while reads.suspects and not self._deadline.passed():
+            (unit, row), _ = reads.suspects.popitem()
+            if unit.open[row] and reads.disagrees(unit, row):
+                await examine(reads, self._keys, unit, row)
+            await self._breathe_if_due()
 
     @staticmethod
     async def _wait(event: asyncio.Event, seconds: float) -> None:

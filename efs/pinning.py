@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from efs.contract import ABSENT, NodeTable
+from efs.contract import ABSENT, NodeTable, VersionRow
 from efs.limits import DATA_SHARDS, STRIPE_SHARDS
 
 
@@ -31,6 +31,7 @@ class Pins:
         node = np.arange(STRIPE_SHARDS, dtype=np.int16)[:, None]
         self._shard = ((node - rotation.astype(np.int16)) % STRIPE_SHARDS).astype(np.uint8)
         self._tables: list[NodeTable | None] = [None] * STRIPE_SHARDS
+        self._extra: list[dict[int, list[VersionRow]]] = [{} for _ in range(STRIPE_SHARDS)]
         self._outstanding = set(range(STRIPE_SHARDS))
         self.digest = np.zeros((blocks, 2), np.uint64)
         self.pinned = np.zeros(blocks, np.bool_)
@@ -60,6 +61,7 @@ class Pins:
             self.misplaced += int(np.count_nonzero(wrong))
             table.location = np.where(wrong, ABSENT, table.location)
         self._tables[node_index] = table
+        self._extra[node_index] = table.extra_by_row()
         if self.pinned.any():
             self._adopt(node_index, table, self.pinned)
 
@@ -139,8 +141,8 @@ class Pins:
                 continue
             if table.location[column] != ABSENT:
                 yield table.digest[column].tobytes()
-            for row in table.extra:
-                if row.row == column and row.shard == self._shard[node_index, column]:
+            for row in self._extra[node_index].get(column, ()):
+                if row.shard == self._shard[node_index, column]:
                     yield row.digest
 
     def _resolve_singly(self, columns: NDArray[np.intp]) -> None:

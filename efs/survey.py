@@ -35,6 +35,7 @@ class Survey:
 
     def __init__(self, rotation: NDArray[np.uint8], tables: Mapping[int, NodeTable]) -> None:
         self._tables = dict(tables)
+        self._extra = {index: table.extra_by_row() for index, table in tables.items()}
         self._rotation = rotation.astype(np.int64)
         blocks = len(rotation)
         self.held = np.zeros(blocks, np.bool_)
@@ -69,7 +70,8 @@ class Survey:
         versions: dict[bytes, Version] = {}
         for index, table in self._tables.items():
             shard = (index - int(self._rotation[column])) % STRIPE_SHARDS
-            records = [(row.digest, row.generation, row.shard, row.trusted) for row in table.extra if row.row == column]
+            records = [(row.digest, row.generation, row.shard, row.trusted)
+                       for row in self._extra[index].get(column, ())]
             if table.location[column] != ABSENT:
                 records.append((table.digest[column].tobytes(), int(table.generation[column]),
                                 int(table.shard[column]), bool(table.trusted[column])))

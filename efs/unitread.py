@@ -113,7 +113,7 @@ class UnitReads:
         blocks = pins.location.shape[1]
         self.good = np.zeros((len(target.shape.segment_bytes), blocks), np.bool_)
         self.dead = np.zeros(blocks, np.bool_)
-        self.suspects: list[tuple[Unit, int]] = []
+        self.suspects: dict[tuple[Unit, int], None] = {}
         self.stirred: set[Unit] = set()
         self._shard_bytes, self._slot_bytes = target.shape.shard_bytes, target.shape.slot_bytes
         self._shards_of = [frozenset(shards) for shards in target.shape.segment_shards]
@@ -428,11 +428,13 @@ class UnitReads:
             self._ask_once(unit, shard)
         self._store_shown(unit, 0, unit.stop - unit.start)
 
-    def verify_ready(self, unit: Unit, segment: int) -> None:
-        """Verify the rows of a segment whose shards are all in hand and that are not good yet."""
+    def verify_ready(self, unit: Unit, segment: int, only: int | None = None) -> None:
+        """Verify the rows of a segment, or only one of them, whose shards are all in hand and that are not good yet."""
         shards = list(self.target.shape.segment_shards[segment])
         ready = unit.open & (unit.state[shards] == Shard.HAVE).all(axis=0)
         ready &= ~self.good[segment, unit.start : unit.stop]
+        if only is not None:
+            ready &= np.arange(len(ready)) == only
         for low, high in stretches(ready):
             self._verify(unit, segment, low, high)
         self._close_rows(unit)
@@ -451,8 +453,8 @@ class UnitReads:
         for row, (one, other) in enumerate(zip(found, expected, strict=True), low):
             if one == other:
                 self.good[segment, unit.start + row] = True
-            elif (unit, row) not in self.suspects:
-                self.suspects.append((unit, row))
+            else:
+                self.suspects[unit, row] = None
         return False
 
     def disagrees(self, unit: Unit, row: int) -> bool:

@@ -290,6 +290,8 @@ class _Put:
         nodes = ((index, writer.nodes[index]) for index in writer.health.readable())
         asks = {index: (node, self._keys) for index, node in nodes if node is not None}
         tables, failed = await tables_of(asks, writer.health, self._deadline, ACK_SHARDS)
+        if len(tables) < ACK_SHARDS and self._deadline.passed():
+            raise TimeoutError
         if not self._enough(len(asks) - len(failed)) or len(tables) < ACK_SHARDS:
             return None
         survey = Survey(self._rotation, tables)

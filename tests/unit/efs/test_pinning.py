@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from efs.contract import ABSENT, NodeTable, VersionRow
 from efs.pinning import Pins
+from efs.survey import Survey
 
 A = bytes(range(16))
 B = bytes(range(1, 17))
@@ -134,3 +137,33 @@ def test_no_table_at_all_is_a_miss() -> None:
         pins.fail(node)
     pins.resolve()
     assert pins.missed.all()
+
+
+class Counted(tuple[VersionRow, ...]):
+    """Versions that count how often somebody goes through all of them."""
+
+    rounds = 0
+
+    def __iter__(self) -> Iterator[VersionRow]:
+        self.rounds += 1
+        return super().__iter__()
+
+
+def test_many_keys_of_two_versions_are_not_looked_for_one_by_one() -> None:
+    blocks = 300
+    rotation = np.zeros(blocks, np.uint8)
+    words = [np.frombuffer(version, np.uint64) for version in (A, B)]
+    tables = {}
+    for node in range(12):
+        extra = Counted(VersionRow(row, B, 5_000 + row, 8, node, True) for row in range(blocks))
+        tables[node] = NodeTable(np.tile(words[0], (blocks, 1)), np.arange(blocks), np.full(blocks, 7, np.uint64),
+                                 np.full(blocks, node, np.uint8), np.ones(blocks, np.bool_), extra)
+    pins = Pins(rotation)
+    for node, found in tables.items():
+        pins.add(node, found)
+    pins.resolve()
+    assert pins.pinned.all()
+    survey = Survey(rotation, tables)
+    assert survey.complete.all()
+    assert set(survey.versions(7)) == {A, B}
+    assert max(found.extra.rounds for found in tables.values() if isinstance(found.extra, Counted)) < 10

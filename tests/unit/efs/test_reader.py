@@ -10,19 +10,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from efs import fetch
 from efs.clock import Deadline, SystemClock
 from efs.codec import Codec
 from efs.contract import Landing, Node, Span
+from efs.examine import examine
 from efs.health import Health
 from efs.hedge import Unit
 from efs.metrics import CounterFile
 from efs.placement import placement_group, rotation_of, spare_shard_of
 from efs.reader import Reader
 from efs.shape import BlockShape
+from efs.target import Target
 from efs.types import GetReport
 from efs.unitread import CorruptShard, UnitReads
 from efs.writer import Writer
 from tests.support.blocks import TINY, Blocks, make_blocks
+from tests.support.clock import FakeClock
 from tests.support.gatednode import Gate, GatedNode
 from tests.support.memorynode import MemoryNode
 from tests.support.slowreads import SlowReadNode
@@ -600,3 +604,66 @@ async def test_first_segment_that_lands_before_the_last_one_is_asked_ends_the_fe
     assert group.counters.get("get_deadline") == 0
     assert fired == [(segment, 4) for segment in range(4)]
     assert bytes(out[: 4 * 800]) == b"".join(expected(blocks, at)[0] for at in range(4))
+
+
+async def test_a_node_whose_payloads_are_all_bad_costs_a_hash_a_block_and_not_one_for_each_pair(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = memory_group()
+    blocks = make_blocks(120, run=64)
+    await group.store(blocks)
+    bad = group.nodes[3]
+    assert bad is not None
+    for versions in bad.records.values():
+        for stored in versions.values():
+            stored.payload[:] = bytes(len(stored.payload))
+    hashed = 0
+    hashes = Target.segment_hashes
+
+    def counted(target: Target, segment: int, start: int, stop: int) -> list[int]:
+        nonlocal hashed
+        hashed += stop - start
+        return hashes(target, segment, start, stop)
+
+    monkeypatch.setattr(Target, "segment_hashes", counted)
+    report, out = await group.fetch(blocks)
+    check(blocks, report, out)
+    assert report.blocks == 120
+    assert report.corrupt > 60
+    assert hashed < 6 * 120 * len(TINY.segment_bytes)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+async def test_a_deadline_that_comes_while_all_is_in_memory_ends_the_fetch(monkeypatch: pytest.MonkeyPatch,
+                                                                           bad: bool) -> None:
+    """Time passes with every unit that is read, or with every row that is examined."""
+    group = memory_group()
+    blocks = make_blocks(96, run=4)
+    await group.store(blocks)
+    if bad:
+        for at in range(96):
+            group.flip(blocks, at, 2)
+    clock, looked = FakeClock(), 0
+    ensure = UnitReads.ensure
+
+    def ensured(reads: UnitReads, unit: Unit, segment: int) -> None:
+        nonlocal looked
+        looked += not bad
+        clock.advance(0.0 if bad else 0.4)
+        ensure(reads, unit, segment)
+
+    async def examined(reads: UnitReads, keys: Sequence[bytes], unit: Unit, row: int) -> None:
+        nonlocal looked
+        looked += 1
+        clock.advance(0.4)
+        await examine(reads, keys, unit, row)
+
+    monkeypatch.setattr(UnitReads, "ensure", ensured)
+    monkeypatch.setattr(fetch, "examine", examined)
+    live: list[Node | None] = list(group.nodes)
+    reader = Reader(live, group.codec, group.counters, clock, group.reported.append)
+    out = bytearray(96 * TINY.block_bytes)
+    report = await reader.get_into(blocks.keys, TINY, memoryview(out), None, Deadline.after_ms(clock, 1_000))
+    assert looked == 3
+    check(blocks, report, out)
+    assert sum(report.ok) < 96

@@ -17,6 +17,7 @@ from efs.errors import NodeReadOnly, NodeUnavailable
 from efs.health import NodeState
 from efs.limits import ABANDONED_BYTES_PER_NODE
 from efs.types import PutReport
+from efs.writer import TOO_LATE
 from tests.support.bench import SpyCodec, assert_readable, make_bench, small_pieces
 from tests.support.blocks import TINY, make_blocks, readable, sound_versions
 from tests.support.clock import FakeClock
@@ -208,7 +209,9 @@ async def test_with_two_hung_look_ups_nothing_is_written_on_half_a_survey() -> N
     codec = SpyCodec()
     bench = make_bench(codec=codec)
     gate = bench.nodes[6].look_up_gate = bench.nodes[7].look_up_gate = Gate()
-    assert await bench.put(make_blocks(3), deadline_ms=150) == PutReport(0, 0, 3, 0)
+    report = await bench.put(make_blocks(3), deadline_ms=150)
+    assert report == PutReport(0, 0, 3, 0)
+    assert report.why == TOO_LATE
     assert gate.held == 2
     assert codec.rows == 0
     bench.assert_nothing_held()
