@@ -10,28 +10,24 @@ bytes are the block's, whatever their own headers say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from efs.ask import all_of
 from efs.checksum import xxh3_64
 from efs.clock import stamp_of
 from efs.errors import EfsError
 from efs.hedge import Shard, Unit
-from efs.limits import MAX_READ_ATTEMPTS, STRIPE_SHARDS
+from efs.limits import MAX_READ_ATTEMPTS, PARITY_SHARDS, STRIPE_SHARDS
 from efs.unitread import CorruptShard, UnitReads
 
 
 async def examine(reads: UnitReads, keys: Sequence[bytes], unit: Unit, row: int) -> None:
     """Find and drop the culprits among the shards of one block; afterwards `advance` decides what to do."""
-    unsound = [
-        shard
-        for shard in range(STRIPE_SHARDS)
-        if unit.state[shard, row] == Shard.HAVE
-        and not unit.computed[shard, row]
-        and not reads.settled(unit, shard, row)
-        and not await _sound(reads, unit, shard, row)
-    ]
+    unsound = await _unsound(reads, unit, row)
     block = unit.start + row
     # More may have become good while nodes were asked.
     if not reads.disagrees(unit, row):
@@ -59,22 +55,42 @@ async def examine(reads: UnitReads, keys: Sequence[bytes], unit: Unit, row: int)
         reads.verify_ready(unit, segment, row)
 
 
-async def _sound(reads: UnitReads, unit: Unit, shard: int, row: int) -> bool:
-    """Whether the bytes in hand are what the record's header says; True also when the header cannot be had."""
-    node_index = unit.node_of(shard)
-    node = reads.context.nodes[node_index]
+async def _unsound(reads: UnitReads, unit: Unit, row: int) -> list[int]:
+    """The shards in hand whose bytes are not what the record's header says. All headers are asked for at once; one that
+    cannot be had, or that comes long after the others, speaks for no culprit."""
+    segments = len(reads.good)
     column = slice(unit.start + row, unit.start + row + 1)
-    location, generation = reads.pins.location[node_index, column], reads.pins.generation[node_index, column]
-    if node is None:
-        return False
-    try:
-        header = node.headers_now(location, generation, len(reads.good))
+    headers: dict[int, NDArray[np.uint8]] = {}
+    calls: dict[int, Coroutine[Any, Any, NDArray[np.uint8]]] = {}
+    for shard in _doubtful(reads, unit, row):
+        node_index = unit.node_of(shard)
+        node = reads.context.nodes[node_index]
+        if node is None:
+            continue
+        place = reads.pins.location[node_index, column], reads.pins.generation[node_index, column]
+        try:
+            header = node.headers_now(*place, segments)
+        except EfsError:
+            continue
         if header is None:
-            header = await node.headers(location, generation, len(reads.good), reads.deadline)
-    except EfsError:
-        return True
-    payload_hash = int.from_bytes(header[0, 24:32].tobytes(), "little")
-    return header[0].any() and payload_hash == xxh3_64(reads.payload_rows(unit, shard, row)[0].tobytes())
+            calls[shard] = node.headers(*place, segments, reads.deadline)
+        else:
+            headers[shard] = header
+    answers, _ = await all_of(calls, reads.deadline, len(calls) - PARITY_SHARDS)
+    headers.update(answers)
+    return [shard for shard, header in headers.items()
+            if not _describes(header[0], reads.payload_rows(unit, shard, row))]
+
+
+def _doubtful(reads: UnitReads, unit: Unit, row: int) -> list[int]:
+    """The shards that came from nodes and are not settled."""
+    return [shard for shard in range(STRIPE_SHARDS) if unit.state[shard, row] == Shard.HAVE
+            and not unit.computed[shard, row] and not reads.settled(unit, shard, row)]
+
+
+def _describes(header: NDArray[np.uint8], payload: NDArray[np.uint8]) -> bool:
+    """Whether a payload has the hash that a header gives; no header describes any."""
+    return bool(header.any()) and int.from_bytes(header[24:32].tobytes(), "little") == xxh3_64(payload[0].tobytes())
 
 
 async def _blame(reads: UnitReads, key: bytes, unit: Unit, shard: int, row: int) -> None:

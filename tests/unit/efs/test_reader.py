@@ -667,3 +667,19 @@ async def test_a_deadline_that_comes_while_all_is_in_memory_ends_the_fetch(monke
     assert looked == 3
     check(blocks, report, out)
     assert sum(report.ok) < 96
+
+
+async def test_a_node_that_is_silent_when_a_row_is_examined_costs_a_grace() -> None:
+    group = memory_group()
+    blocks = make_blocks(8, run=8)
+    silent = SlowReadNode(group.held(blocks, 3, 1).node_index, CLOCK)
+    group.nodes[silent.node_index] = silent
+    await group.store(blocks)
+    group.flip(blocks, 3, 0)
+    silent.header_gate.clear()
+    fetched = asyncio.create_task(group.fetch(blocks, deadline_ms=20_000))
+    report, out = await asyncio.wait_for(fetched, LATE_S)
+    check(blocks, report, out)
+    assert all(report.ok)
+    assert report.corrupt == 1
+    assert silent.headers_asked > 0
