@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from efs.limits import (
     DATA_SHARDS,
+    FANOUT,
     HEDGE_BUDGET_SHARE,
     INITIAL_LAG_GRACE_MS,
     MAX_KEYS_PER_CALL,
@@ -55,11 +56,12 @@ _DATA_ONES: Final = sum(1 << 2 * shard for shard in range(DATA_SHARDS))
 
 
 class Budget:
-    """Token bucket: every shard that is asked earns a tenth of a token, a speculative one costs a whole."""
+    """Token bucket: every shard that is asked earns a tenth of a token, a speculative one costs a whole. It holds what the
+    largest call earns, so that each of its blocks can have its spare asked."""
 
     def __init__(self, share: float = HEDGE_BUDGET_SHARE) -> None:
         self._share = share
-        self._most = share * MAX_KEYS_PER_CALL
+        self._most = share * FANOUT * MAX_KEYS_PER_CALL
         self.tokens = 0.0
 
     def earn(self, shards: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from efs.hedge import Budget, Lags, Shard, Unit
-from efs.limits import INITIAL_LAG_GRACE_MS, MIN_LAG_GRACE_MS
+from efs.limits import FANOUT, INITIAL_LAG_GRACE_MS, MAX_KEYS_PER_CALL, MIN_LAG_GRACE_MS
 
 GRACE = INITIAL_LAG_GRACE_MS / 1000
 
@@ -120,6 +120,14 @@ def test_budget_allows_a_tenth_of_what_was_asked() -> None:
     assert not budget.spend(71)
     assert budget.spend(70)
     assert not budget.spend(1)
+
+
+def test_the_largest_fetch_earns_the_spare_of_each_of_its_blocks() -> None:
+    budget = Budget()
+    budget.earn(FANOUT * MAX_KEYS_PER_CALL)
+    assert budget.spend(MAX_KEYS_PER_CALL)
+    budget.earn(100 * FANOUT * MAX_KEYS_PER_CALL)
+    assert not budget.spend(2 * MAX_KEYS_PER_CALL)
 
 
 def test_budget_holds_when_every_node_is_slow() -> None:
