@@ -56,8 +56,8 @@ _DATA_ONES: Final = sum(1 << 2 * shard for shard in range(DATA_SHARDS))
 
 
 class Budget:
-    """Token bucket: every shard that is asked earns a tenth of a token, a speculative one costs a whole. It holds what the
-    largest call earns, so that each of its blocks can have its spare asked."""
+    """Token bucket: every shard that is asked earns a tenth of a token, a speculative one costs a whole. It holds what
+    the largest call earns, so that each of its blocks can have its spare asked."""
 
     def __init__(self, share: float = HEDGE_BUDGET_SHARE) -> None:
         self._share = share
