@@ -8,6 +8,7 @@ Exit codes, the same for every command:
     4   damage was found and is left
     8   could not run: no access, owned by another process, too many nodes gone
     130 interrupted
+    143 ended by SIGTERM
 
 Results go to standard output, everything else to standard error. With `--json` standard output is exactly one JSON
 document. A traceback never reaches a user who did not ask for it with `kvstore --traceback COMMAND`.

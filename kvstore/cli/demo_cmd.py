@@ -3,12 +3,12 @@ loaded when the command runs: no other command needs it."""
 
 from __future__ import annotations
 
-import signal
 from typing import Annotated
 
 import typer
 
 from kvstore.cli.options import JsonOption, root_options, terminal_of
+from kvstore.cli.sigterm import ended_by_sigterm
 from kvstore.store import cluster_of, store_root
 
 _HELP = """Watch a real language model resume a conversation from erasure-coded blocks, with nodes removed and bytes
@@ -49,12 +49,7 @@ def demo(
     terminal = terminal_of(context, as_json)
     url = store if store is not None else root_options(context).store
     place = None if url is None else cluster_of(url) or store_root(url)
-    signal.signal(signal.SIGTERM, _end)
-    report = run(workdir=workdir, keep=keep, store=place, turns=turns, remark=terminal.remark)
+    with ended_by_sigterm():
+        report = run(workdir=workdir, keep=keep, store=place, turns=turns, remark=terminal.remark)
     terminal.result(report.document(), lambda console: console.print(report.table()))
     return report.exit_code
-
-
-def _end(number: int, frame: object) -> None:
-    """End as after an error: the process that works just now ends too, and the temporary directory goes."""
-    raise SystemExit(128 + number)

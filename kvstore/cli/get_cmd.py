@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
-import aiofiles
 import numpy as np
 import typer
 
@@ -17,7 +16,9 @@ from efs.limits import STAGING_PIECE_BYTES
 from efs.types import GetReport
 from kvstore.cli.failures import NOT_ALL, UsageMistake
 from kvstore.cli.options import DeadlineOption, JsonOption, StoreOption, config_of, terminal_of, url_of
+from kvstore.cli.outfile import PRIVATE, output_file
 from kvstore.cli.session import chain_of, part_of, pieces, with_store
+from kvstore.cli.sigterm import ended_by_sigterm
 from kvstore.cli.terminal import Terminal, human_bytes
 from kvstore.cli.tokens import (
     Addressing,
@@ -41,8 +42,9 @@ _HELP = """Fetch blocks: the leading verified blocks of a token sequence into a 
 
 The file gets the blocks one after the other, block-major, without a header, up to the first one that is not in the
 store whole; it appears under its name when it is complete. Exit code 1 when that is fewer than asked: the file then
-holds the leading ones. `--output -` writes to standard output. Needs ownership: refused, with its pid, while another
-process owns the store.
+holds the leading ones. A new file has mode 0600, one that is replaced keeps its mode and its owner; a link is followed;
+a device or a FIFO is written to as it is. `--output -` writes to standard output. Needs ownership: refused, with its
+pid, while another process owns the store.
 
 \b
 Examples:
@@ -50,9 +52,6 @@ Examples:
   kvstore get --text prompt.md --output kv.bin --layout v41-flash --model deepseek-v4.1-flash --weights 3f9a
   kvstore get --tokens ids.npy --first 8 --count 4 --output - --block-bytes 2MiB | sha256sum
 """
-
-Sink = Callable[[bytes], Awaitable[object]]
-
 
 def register(app: typer.Typer) -> None:
     app.command("get", help=_HELP, short_help="Fetch blocks into a file.")(get)
@@ -86,11 +85,13 @@ def get(
     addressing = Addressing(model, weights, layout_of(layout, block_bytes, block_tokens), tenant, lora, salt)
     ids = read_tokens(tokens, text)
 
-    async def work(opened: KVStore) -> tuple[int, GetReport]:
-        chain = part_of(chain_of(opened, addressing, ids), first, count)
-        return len(chain), await _get_to(opened, chain, output, terminal)
+    with ended_by_sigterm(), _opened(output) as file:
 
-    asked, report = with_store(url_of(config), config, work)
+        async def work(opened: KVStore) -> tuple[int, GetReport]:
+            chain = part_of(chain_of(opened, addressing, ids), first, count)
+            return len(chain), await _get_pieces(opened, chain, file, output, terminal)
+
+        asked, report = with_store(url_of(config), config, work)
     line = (
         f"{report.blocks} of {asked} blocks, {human_bytes(report.bytes)}: {report.rebuilt} rebuilt, "
         f"{report.corrupt} shards corrupt, {report.missing} missing"
@@ -103,28 +104,27 @@ def get(
     return 0 if report.blocks == asked else NOT_ALL
 
 
-async def _get_to(store: KVStore, chain: Chain, output: str, terminal: Terminal) -> GetReport:
+@contextmanager
+def _opened(output: str) -> Iterator[BinaryIO]:
+    """Where the blocks go; - is standard output."""
     if output == "-":
+        yield sys.stdout.buffer
+    else:
+        with output_file(output, PRIVATE) as file:
+            yield file
 
-        async def write(data: bytes) -> None:
-            sys.stdout.buffer.write(data)
 
-        report = await _get_pieces(store, chain, write, terminal)
-        sys.stdout.buffer.flush()
-        return report
-    partial = f"{output}.{os.getpid()}.partial"
+def _write(file: BinaryIO, data: bytes, output: str) -> None:
+    """Write now; an OSError names the output."""
     try:
-        async with aiofiles.open(partial, "xb") as file:
-            report = await _get_pieces(store, chain, file.write, terminal)
-        os.replace(partial, output)
-    except BaseException:
-        if os.path.exists(partial):
-            os.unlink(partial)
+        file.write(data)
+        file.flush()
+    except OSError as error:
+        error.filename = error.filename or ("standard output" if output == "-" else output)
         raise
-    return report
 
 
-async def _get_pieces(store: KVStore, chain: Chain, write: Sink, terminal: Terminal) -> GetReport:
+async def _get_pieces(store: KVStore, chain: Chain, file: BinaryIO, output: str, terminal: Terminal) -> GetReport:
     """Fetch piece by piece up to the first block that is not ok; the report is the sum over the pieces."""
     layout = chain.layout
     started = time.monotonic()
@@ -134,7 +134,7 @@ async def _get_pieces(store: KVStore, chain: Chain, write: Sink, terminal: Termi
             landing = np.empty((stop - start) * layout.block_bytes, np.uint8)
             report = await store.get_into(chain[start:stop], landing)
             reports.append(report)
-            await write(layout.from_segments(landing)[: report.blocks * layout.block_bytes].tobytes())
+            _write(file, layout.from_segments(landing)[: report.blocks * layout.block_bytes].tobytes(), output)
             advance(stop)
             if report.blocks < stop - start:
                 break

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.cli.failures import UsageMistake
+from kvstore.cli.outfile import BY_UMASK, output_file, require_file
 from kvstore.replay import ReplayReport, Workload
 
 INCHES: Final = (6.4, 4.0)
@@ -31,6 +32,7 @@ class PlotFile:
             raise UsageMistake(f"--plot {path}: must end in .png")
         if not path.parent.is_dir():
             raise UsageMistake(f"--plot {path}: {path.parent} is not a directory")
+        require_file(str(path))
         try:
             self._figures: Any = import_module("matplotlib.figure")
         except ImportError as error:
@@ -58,4 +60,5 @@ class PlotFile:
         axes.set_title(f"{workload.name}: {len(workload.requests)} requests", fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(loc="best", fontsize=8)
-        figure.savefig(self._path, dpi=DOTS_PER_INCH)
+        with output_file(str(self._path), BY_UMASK) as file:
+            figure.savefig(file, dpi=DOTS_PER_INCH, format="png")

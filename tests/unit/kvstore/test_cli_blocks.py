@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import shutil
+import signal
+import stat
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +20,7 @@ from efs.cluster import read_store_config
 from efs.osio import SystemIo
 from kvstore.cli.session import pieces
 from kvstore.layout import V41_FLASH
-from tests.support.cli import Outcome, run, run_process, write_blocks, write_tokens
+from tests.support.cli import ROOT, Outcome, environment, run, run_process, write_blocks, write_tokens
 from tests.support.laidstore import lay_store
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -239,6 +245,109 @@ def test_standard_output_carries_the_bytes_alone(store: Path, tokens: str, block
     assert done.code == 0
     assert "5 of 5 blocks" in done.err
     assert done.raw == data
+
+
+def test_a_fifo_gets_the_bytes_and_stays_a_fifo(
+    store: Path, tokens: str, blocks: str, data: bytes, tmp_path: Path
+) -> None:
+    put(store, tokens, blocks)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert get(store, tokens, fifo).code == 0
+        assert stat.S_ISFIFO(fifo.lstat().st_mode)
+        assert os.read(reader, 2 * len(data)) == data
+    finally:
+        os.close(reader)
+
+
+def test_a_link_is_followed_and_an_old_file_keeps_its_mode(
+    store: Path, tokens: str, blocks: str, data: bytes, tmp_path: Path
+) -> None:
+    put(store, tokens, blocks)
+    (tmp_path / "away").mkdir()
+    old, link = tmp_path / "away" / "old.bin", tmp_path / "link.bin"
+    old.write_bytes(b"old")
+    old.chmod(0o640)
+    link.symlink_to("away/old.bin")
+    assert get(store, tokens, link).code == 0
+    assert link.is_symlink()
+    assert old.read_bytes() == data
+    assert stat.S_IMODE(old.stat().st_mode) == 0o640
+    old.unlink()
+    assert get(store, tokens, link).code == 0
+    assert old.read_bytes() == data, "a link to nothing names the new file"
+    assert [path.name for path in old.parent.iterdir()] == ["old.bin"]
+
+
+def test_a_new_file_is_for_its_owner_alone(store: Path, tokens: str, blocks: str, tmp_path: Path) -> None:
+    put(store, tokens, blocks)
+    assert get(store, tokens, tmp_path / "new.bin").code == 0
+    assert stat.S_IMODE((tmp_path / "new.bin").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("name", "reason"), [(".", "Is a directory"), ("", "No such file"), ("new/", "No such file"),
+                                              ("none/new", "No such file")])
+def test_an_output_that_is_no_file_is_refused_before_the_store_is_opened(
+    tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("get", "--tokens", tokens, "--output", name, *BLOCK, store="nowhere")
+    assert done.code == 2
+    assert reason in done.error_line
+    assert name in done.error_line
+
+
+def test_an_error_leaves_the_old_file_and_nothing_beside_it(store: Path, tokens: str, tmp_path: Path) -> None:
+    old = tmp_path / "kept" / "old.bin"
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    assert get(store, tokens, old, "--first", "99").code == 2
+    assert old.read_bytes() == b"old"
+    assert list(old.parent.iterdir()) == [old]
+
+
+_IN_A_WRITE = """
+import sys, time
+from kvstore.cli import get_cmd, main
+def hang(*_):
+    print("there", file=sys.stderr, flush=True)
+    time.sleep(60)
+get_cmd._write = hang
+main()
+"""
+_IN_A_CALL = """
+import asyncio, sys
+from kvstore.cli import main
+from kvstore.store import KVStore
+async def hang(*_):
+    print("there", file=sys.stderr, flush=True)
+    await asyncio.sleep(60)
+KVStore.get_into = hang
+main()
+"""
+
+
+@pytest.mark.parametrize(("program", "number", "code"), [
+    (_IN_A_WRITE, signal.SIGTERM, 143), (_IN_A_CALL, signal.SIGTERM, 143), (_IN_A_CALL, signal.SIGINT, 130)])
+def test_a_fetch_that_is_told_to_end_leaves_nothing_behind(
+    store: Path, tokens: str, tmp_path: Path, program: str, number: int, code: int
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "get", "--tokens", tokens, "--output", str(place / "out"), *BLOCK],
+        cwd=ROOT, env=environment(store), stderr=subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler))
+    assert process.stderr is not None
+    assert process.stderr.readline() == b"there\n"
+    assert [path.suffix for path in place.iterdir()] == [".partial"]
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert b"Traceback" not in said
+    assert list(place.iterdir()) == []
 
 
 def test_a_large_file_goes_in_pieces(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,9 @@ def test_several_capacities_are_an_array_and_only_the_first_requests_can_be_take
 
 
 def test_the_table_names_store_and_models_and_the_plot_is_a_picture(trace: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "replay.png"
-    shown = run("replay", str(trace), "--requests", "14", "--capacity", "100%", "--plot", str(picture))
+    picture = tmp_path / "picture"
+    (tmp_path / "replay.png").symlink_to(picture)
+    shown = run("replay", str(trace), "--requests", "14", "--capacity", "100%", "--plot", str(tmp_path / "replay.png"))
     assert shown.code == 0, shown.err
     assert "turns: 14 requests, 120 unique blocks in 140 asked for" in shown.out
     for heading in ("this store", "exact LRU", "Belady", "infinite"):
@@ -109,6 +110,13 @@ def test_a_wrong_request_is_one_line_that_names_it(trace: Path, words: tuple[str
     assert shown.code == 2
     assert named in shown.err
     assert len(shown.err.strip().split("\n")) == 1
+
+
+def test_a_plot_that_names_a_directory_is_refused_before_anything_runs(trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.png").mkdir()
+    shown = run("replay", str(trace), "--plot", str(tmp_path / "d.png"))
+    assert (shown.code, shown.out) == (2, "")
+    assert shown.error_line == f"{tmp_path / 'd.png'}: Is a directory"
 
 
 def test_the_script_of_a_checkout_is_the_same_command(trace: Path) -> None:
