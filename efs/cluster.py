@@ -37,7 +37,9 @@ import json
 import os
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal
 
 from efs.errors import (
@@ -52,7 +54,16 @@ from efs.errors import (
     StoreNotFound,
 )
 from efs.limits import FORMAT_VERSION, STRIPE_SHARDS
-from efs.nodedir import NODE_FILE, NodePlace, create_directory, machine_boot_id, parse_toml, plan_node, read_config
+from efs.nodedir import (
+    NODE_FILE,
+    NodePlace,
+    create_directory,
+    discard_parts,
+    machine_boot_id,
+    parse_toml,
+    plan_node,
+    read_config,
+)
 from efs.osio import Io, read_file, replace_file, sync_directory
 
 STORE_FILE: Final = "store.toml"
@@ -87,10 +98,13 @@ class StoreConfig:
 def init_store(io: Io, root: str, capacity_bytes: int, *, node_paths: Sequence[str] | None, durability: str,
                extent_bytes: int | None, index_bytes: int | None = None, source: random.Random | None = None,
                group_of: tuple[str, int] | None = None,
-               device_of: Callable[[str], int] = lambda path: os.stat(path).st_dev) -> list[str]:
-    """Make a store and return warnings. Everything is checked before anything is made.
+               device_of: Callable[[str], int] = lambda path: os.stat(path).st_dev,
+               finish: Callable[[StoreConfig], None] = lambda config: None) -> list[str]:
+    """Make a store and return warnings. Everything is checked before anything is made; what was made is removed again
+    when it fails.
 
-    group_of: make a further group of a cluster, of this id and with this number.
+    group_of: make a further group of a cluster, of this id and with this number. finish: makes what else belongs to the
+    store, or fails and leaves nothing of it.
 
     InvalidArgument for a wrong setting, StoreExists for a place that is not empty, OpenFailed names the path.
     """
@@ -108,17 +122,68 @@ def init_store(io: Io, root: str, capacity_bytes: int, *, node_paths: Sequence[s
         cluster_id, group = group_of
     config = StoreConfig(cluster_id, capacity_bytes, chosen, plan.extent_bytes, written, tuple(node_ids), group)
     boot_id = machine_boot_id()
+    making = _Making(io, root)
     try:
-        make_directories(io, root)
-        if node_paths is None:
-            io.mkdir(os.path.join(root, NODES_DIRECTORY))
+        making.directories([root] if node_paths is not None else [root, os.path.join(root, NODES_DIRECTORY)])
         for index, (path, node_id) in enumerate(zip(paths, node_ids, strict=True)):
-            create_directory(io, path, config.place(index), node_id, plan, boot_id)
+            making.node(path, partial(create_directory, io, path, config.place(index), node_id, plan, boot_id))
+        making.written = True
         replace_file(io, root, STORE_FILE, _render(config))
         sync_directory(io, os.path.dirname(os.path.abspath(root)))
+        finish(config)
         return device_warnings([device_of(path) for path in paths])
     except OSError as error:
+        making.undo()
         raise OpenFailed(root, error) from error
+    except (EfsError, KeyboardInterrupt):
+        making.undo()
+        raise
+
+
+class _Making:
+    """What the making of one store has made so far."""
+
+    def __init__(self, io: Io, root: str) -> None:
+        self._io = io
+        self._root = root
+        self._made: list[str] = []
+        self._nodes: list[str] = []
+        self.written = False
+        """Whether a store.toml in the root would be this one's."""
+
+    def directories(self, paths: Sequence[str]) -> None:
+        """Make these, and whatever is missing above the first."""
+        make_directories(self._io, paths[0], self._made)
+        for path in paths[1:]:
+            self._io.mkdir(path)
+            self._made.append(path)
+
+    def node(self, path: str, make: Callable[[], object]) -> None:
+        """Make the parts of a node directory, and itself when it is missing."""
+        if not os.path.lexists(path):
+            try:
+                self._io.mkdir(path)
+            except OSError as error:
+                raise OpenFailed(path, error) from error
+            self._made.append(path)
+        self._nodes.append(path)
+        try:
+            make()
+        except (InvalidArgument, StoreExists):
+            self._nodes.pop()  # What is there is somebody else's.
+            raise
+
+    def undo(self) -> None:
+        """Remove what was made, as far as that works; what somebody else put there stays."""
+        if self.written:
+            with suppress(OSError):
+                self._io.unlink(os.path.join(self._root, STORE_FILE))
+        for path in self._nodes:
+            with suppress(OSError):
+                discard_parts(self._io, path)
+        for path in reversed(self._made):
+            with suppress(OSError):
+                os.rmdir(path)
 
 
 def _places(root: str, node_paths: Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:
@@ -147,8 +212,8 @@ def _require_empty(io: Io, path: str) -> None:
         raise OpenFailed(path, error) from error
 
 
-def make_directories(io: Io, path: str) -> None:
-    """A directory and whatever is missing above it. OpenFailed names the one that cannot be made."""
+def make_directories(io: Io, path: str, made: list[str] | None = None) -> None:
+    """A directory and whatever is missing above it, noted in `made`. OpenFailed names the one that cannot be made."""
     missing = []
     path = os.path.abspath(path)
     while not os.path.isdir(path):
@@ -159,6 +224,8 @@ def make_directories(io: Io, path: str) -> None:
             io.mkdir(directory)
         except OSError as error:
             raise OpenFailed(directory, error) from error
+        if made is not None:
+            made.append(directory)
 
 
 def device_warnings(devices: Sequence[int]) -> list[str]:

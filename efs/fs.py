@@ -138,7 +138,7 @@ class FileSystem:
         index_bytes: of each node's capacity, what its index may take; blocks of a few KiB need more than the default.
 
         StoreExists for a place that is not empty, InvalidArgument for a capacity that is too small or a wrong setting,
-        OpenFailed for a path that cannot be made; in the first two cases nothing was changed.
+        OpenFailed for a path that cannot be made; nothing is left of a store that could not be made.
         """
         return init_store(io or SystemIo(), root, capacity_bytes, node_paths=node_paths, durability=durability,
                           extent_bytes=extent_bytes, index_bytes=index_bytes)

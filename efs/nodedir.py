@@ -220,6 +220,12 @@ def prepare_directory(io: Io, path: str, node_id: str, plan: NodePlan, boot_id: 
         raise OpenFailed(path, error) from error
 
 
+def discard_parts(io: Io, path: str, name: str = NODE_FILE) -> None:
+    """Remove what `prepare_directory` makes in a directory, and nothing else; the directory stays."""
+    for part in sorted((_PARTS | {name, name + NEW_SUFFIX}).intersection(io.listdir(path))):
+        remove_tree(io, os.path.join(path, part))
+
+
 def require_unused(io: Io, path: str, name: str) -> None:
     """StoreExists unless nothing is there, or an empty directory, or one in which the making of a node, or of what else
     the file `name` tells, was interrupted."""

@@ -5,25 +5,26 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from efs.clock import SystemClock
-from efs.cluster import StoreConfig, read_store_config
-from efs.clusterfile import ClusterConfig, read_cluster, write_cluster
+from efs.cluster import StoreConfig, init_store, read_store_config
+from efs.clusterfile import CLUSTER_FILE, ClusterConfig, read_cluster, write_cluster
 from efs.clusterfs import open_cluster
 from efs.clustermap import ETCD_SCHEME, ClusterMap, MapPlace, ServerNote, parse_etcd_url
 from efs.endpoint import is_local, parse_endpoint
-from efs.errors import InvalidArgument, StoreNotFound
+from efs.errors import EfsError, InvalidArgument, StoreNotFound
 from efs.etcd import EtcdStore
-from efs.fs import FileSystem
 from efs.handshake import Tokens, read_token
 from efs.health import NodeState
 from efs.limits import STRIPE_SHARDS
-from efs.osio import Io, SystemIo
+from efs.osio import Io, SystemIo, remove_tree
 from efs.types import NodeInfo
 from kvstore.cli import drain_cmd, group_cmd, localset_cmd, place_cmd, spare_cmd
 from kvstore.cli.addresses import SOCKETS, listening
@@ -124,19 +125,15 @@ def init(
         raise UsageMistake("--operator-token-file needs --token-file")
     token_file, operator_token_file = (None if file is None else _readable(io, os.path.abspath(file))
                                        for file in (token_file, operator_token_file))
-    warnings = [*FileSystem.init(root, config.capacity, durability=config.durability,
-                                 extent_bytes=config.extent_bytes)]
+    finish = partial(_finish, io, root, addresses, listen == "unix", token_file, operator_token_file, url is None)
+    warnings = init_store(io, root, config.capacity, node_paths=None, durability=config.durability,
+                          extent_bytes=config.extent_bytes, finish=finish)
     if token_file is None and not all(is_local(parse_endpoint(address, root)) for address in addresses):
         warnings.append("other machines reach these addresses: servers will not start there without a token, and "
                         "clients need it too; make the cluster with --token-file")
-    if listen == "unix":
-        io.mkdir(os.path.join(root, SOCKETS))
     store = read_store_config(io, root)
-    if url is None:
-        where = write_cluster(io, root, store.cluster_id, store.durability, store.node_ids, addresses,
-                              upkeep_host=socket.gethostname(), token_file=token_file,
-                              operator_token_file=operator_token_file)
-    else:
+    where = os.path.join(root, CLUSTER_FILE)
+    if url is not None:
         first = _first_map(store, root, addresses, token_file, operator_token_file)
         with_etcd(url, lambda etcd_store: etcd_store.create(first))
         where = str(url)
@@ -150,6 +147,24 @@ def init(
             f"serve {store.node_paths[0]} at {parse_endpoint(addresses[0], root)}, and so on"
         ),
     )
+
+
+def _finish(io: Io, root: str, addresses: Sequence[str], sockets: bool, token_file: str | None,
+            operator_token_file: str | None, described: bool, store: StoreConfig) -> None:
+    """Make what a cluster has beside its store: the directory of its sockets, and cluster.toml unless a map describes
+    it. After an error nothing of that is left."""
+    try:
+        if sockets:
+            io.mkdir(os.path.join(root, SOCKETS))
+        if described:
+            write_cluster(io, root, store.cluster_id, store.durability, store.node_ids, addresses,
+                          upkeep_host=socket.gethostname(), token_file=token_file,
+                          operator_token_file=operator_token_file)
+    except (OSError, EfsError, KeyboardInterrupt):
+        for name in (SOCKETS, CLUSTER_FILE):
+            with suppress(OSError):
+                remove_tree(io, os.path.join(root, name))
+        raise
 
 
 async def _require_no_map(store: EtcdStore) -> None:

@@ -166,13 +166,20 @@ def test_an_init_that_fails_anywhere_names_the_path_and_leaves_no_store(tmp_path
             with pytest.raises(OpenFailed, match=os.strerror(errno.ENOSPC)):
                 make(root, io=io)
             io.verify()
-            failed = [entry for entry in io.log if entry.name == name][skip]
-            renamed = [entry.number for entry in io.log if entry.target.endswith("store.toml")]
-            if not renamed or renamed[0] >= failed.number:
-                unmade += 1
-                with pytest.raises(StoreNotFound):
-                    read_store_config(SystemIo(), str(root))
+            unmade += 1
+            assert not root.exists()
+            make(root)
     assert unmade > len(names)
+
+
+def test_an_init_that_fails_leaves_directories_that_were_there_and_what_is_not_its_own(tmp_path: Path) -> None:
+    there = [tmp_path / "store", *(tmp_path / f"disk{index}" for index in range(6))]
+    for path in there:
+        path.mkdir()
+    nodes = [str(tmp_path / f"disk{index}") for index in range(11)] + [str(tmp_path / "none" / "disk11")]
+    with pytest.raises(OpenFailed, match="disk11"):
+        make(tmp_path / "store", nodes)
+    assert tree(tmp_path) == sorted(path.name for path in there)
 
 
 def test_there_is_no_store_where_none_was_made(tmp_path: Path) -> None:

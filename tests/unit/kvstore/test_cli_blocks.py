@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import random
@@ -117,6 +118,29 @@ def test_init_refuses_a_directory_that_is_not_empty_and_changes_nothing(tmp_path
     assert done.code == 2
     assert str(tmp_path) in done.error_line
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("words", [("init",), ("cluster", "init", "--listen", "unix")])
+def test_an_init_that_fails_leaves_nothing_so_that_the_next_one_can_be_made(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    root = tmp_path / "new" / "store"
+    done = run(*words, str(root), "--capacity", "8388607TB")
+    assert done.code == 8
+    assert str(root) in done.error_line
+    assert list(tmp_path.iterdir()) == []
+    assert run(*words, str(root), "--capacity", "120MiB").code == 0
+
+
+def test_a_cluster_whose_description_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_words: object, **_named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cluster.toml")
+
+    monkeypatch.setattr("kvstore.cli.cluster_cmd.write_cluster", refused)
+    assert run("cluster", "init", str(tmp_path / "root"), "--listen", "unix", "--capacity", "120MiB").code == 8
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_decimal_and_binary_units_differ(tmp_path: Path) -> None:
