@@ -64,7 +64,7 @@ from efs.nodedir import (
     plan_node,
     read_config,
 )
-from efs.osio import Io, read_file, replace_file, sync_directory
+from efs.osio import Io, read_file, remove_empty_directory, replace_file, sync_directory
 
 STORE_FILE: Final = "store.toml"
 NODES_DIRECTORY: Final = "nodes"
@@ -183,7 +183,7 @@ class _Making:
                 discard_parts(self._io, path)
         for path in reversed(self._made):
             with suppress(OSError):
-                os.rmdir(path)
+                remove_empty_directory(path)
 
 
 def _places(root: str, node_paths: Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:

@@ -226,3 +226,8 @@ def remove_tree(io: Io, path: str) -> None:
         os.rmdir(path)
     else:
         io.unlink(path)
+
+
+def remove_empty_directory(path: str) -> None:
+    """Remove a directory in which nothing is. OSError."""
+    os.rmdir(path)
