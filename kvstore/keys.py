@@ -339,7 +339,7 @@ def _field(tag: int, value: bytes) -> bytes:
 
 def _bytes_of(what: str, value: str | bytes) -> bytes:
     if isinstance(value, str):
-        return value.encode()
+        return _utf8(what, value)
     if isinstance(value, bytes):
         return value
     raise InvalidArgument(f"{what} is of type {type(value).__name__}, must be str or bytes")
@@ -348,6 +348,14 @@ def _bytes_of(what: str, value: str | bytes) -> bytes:
 def _text_field(what: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise InvalidArgument(f"{what} is {value!r}, must be a non-empty string")
+    _utf8(what, value)
+
+
+def _utf8(what: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{what} is {text!r}, which is no text in UTF-8") from None
 
 
 def _integer_field(what: str, value: object, most: int) -> None:

@@ -423,3 +423,13 @@ def test_binding_nothing_gives_an_empty_chain() -> None:
 def test_hashes_that_cannot_be_bound_are_refused(hashes: Any, start: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         WIDE.bind(hashes, start)
+
+
+@pytest.mark.parametrize("make", [
+    lambda bad: replace(PLAIN, model=bad), lambda bad: replace(PLAIN, weights=bad),
+    lambda bad: replace(OWNED, tenant=bad), lambda bad: PLAIN.chain(TOKENS, salt=bad),
+    lambda bad: PLAIN.chain(TOKENS, lora=bad), lambda bad: PLAIN.chain(TOKENS, images=[(bad, 0)])])
+@pytest.mark.parametrize("bad", ["\udcff", "a\ud800"])
+def test_a_text_that_has_no_utf8_is_refused_by_name(make: Any, bad: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"(model|weights|tenant|salt|lora|image 0) is .* no text in UTF-8"):
+        make(bad)
