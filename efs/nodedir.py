@@ -257,8 +257,9 @@ def parse_toml(file: str, data: bytes) -> dict[str, Any]:
         return tomllib.loads(data.decode())
     except UnicodeDecodeError as error:
         raise CorruptRecord(f"{file}: is no text") from error
-    except tomllib.TOMLDecodeError as error:
-        raise CorruptRecord(f"{file}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        known = isinstance(error, tomllib.TOMLDecodeError)
+        raise CorruptRecord(f"{file}: {error if known else 'has a number or a nesting out of all bounds'}") from error
 
 
 def read_config(io: Io, path: str) -> NodeConfig:

@@ -49,6 +49,10 @@ UNITS: Final = {
 SIZE_PATTERN: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", re.ASCII)
 NUMBER_PATTERN: Final = re.compile(r"[0-9]+(?:\.[0-9]+)?", re.ASCII)
 MAX_SIZE: Final = 2**63 - 1
+MOST_DIGITS: Final = 100
+"""Of a size; a longer number is out of range, or no whole number of bytes, and is not computed."""
+SHOWN_CHARACTERS: Final = 120
+"""Of a wrong value in an error."""
 INJECTED: Final = re.compile(r"KVSTORE_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_.*)?)")
 """Set by Kubernetes in every container beside a service that is called kvstore; nobody's mistake."""
 YES: Final = ("true", "yes", "on", "1")
@@ -144,18 +148,20 @@ def _size(value: object, name: str) -> int:
     elif isinstance(value, str):
         match = SIZE_PATTERN.fullmatch(value.strip(" "))
         if match is None:
-            raise SettingError(f"{name} is {value!r}, must be a size such as 10GB or 10GiB")
+            raise SettingError(f"{name} is {shown(value)}, must be a size such as 10GB or 10GiB")
         number, unit = match.groups()
         if unit.lower() not in UNITS:
             hint = f" (did you mean {unit}B or {unit}iB?)" if f"{unit}b".lower() in UNITS else ""
-            raise SettingError(f"{name} is {value!r}: unknown unit {unit!r}{hint}")
+            raise SettingError(f"{name} is {shown(value)}: unknown unit {unit!r}{hint}")
+        if len(number) > MOST_DIGITS:
+            raise SettingError(f"{name} is {shown(value)}, a number of more than {MOST_DIGITS} digits")
         size = Fraction(number) * UNITS[unit.lower()]
     else:
-        raise SettingError(f"{name} is {value!r}, must be a size such as 10GB or 10GiB")
+        raise SettingError(f"{name} is {shown(value)}, must be a size such as 10GB or 10GiB")
     if size.denominator != 1:
-        raise SettingError(f"{name} is {value!r}, which is no whole number of bytes")
+        raise SettingError(f"{name} is {shown(value)}, which is no whole number of bytes")
     if not 1 <= size <= MAX_SIZE:
-        raise SettingError(f"{name} is {value!r}, must be 1 to {MAX_SIZE} bytes")
+        raise SettingError(f"{name} is {shown(value)}, must be 1 to {MAX_SIZE} bytes")
     return int(size)
 
 
@@ -163,9 +169,9 @@ def _milliseconds(value: object, name: str) -> float:
     if isinstance(value, str) and NUMBER_PATTERN.fullmatch(value):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SettingError(f"{name} is {value!r}, must be a number of milliseconds")
+        raise SettingError(f"{name} is {shown(value)}, must be a number of milliseconds")
     if not 0 < value <= MAX_DEADLINE_MS:
-        raise SettingError(f"{name} is {value!r}, must be above 0 and at most {MAX_DEADLINE_MS} ms")
+        raise SettingError(f"{name} is {shown(value)}, must be above 0 and at most {MAX_DEADLINE_MS} ms")
     return value
 
 
@@ -174,21 +180,29 @@ def _yes_no(value: object, name: str) -> bool:
         return value
     if isinstance(value, str) and value.lower() in YES + NO:
         return value.lower() in YES
-    raise SettingError(f"{name} is {value!r}, must be true or false")
+    raise SettingError(f"{name} is {shown(value)}, must be true or false")
 
 
 def _text(value: object, name: str) -> str:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str) or not value:
-        raise SettingError(f"{name} is {value!r}, must be a non-empty text")
+        raise SettingError(f"{name} is {shown(value)}, must be a non-empty text")
     return value
 
 
 def _durability(value: object, name: str) -> str:
     if value not in DURABILITIES:
-        raise SettingError(f"{name} is {value!r}, must be {' or '.join(DURABILITIES)}")
+        raise SettingError(f"{name} is {shown(value)}, must be {' or '.join(DURABILITIES)}")
     return str(value)
+
+
+def shown(value: object) -> str:
+    """A wrong value as an error shows it: cut short where it is long."""
+    if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 
 KINDS: Final[Mapping[str, tuple[Callable[[object, str], Value], str]]] = {
@@ -212,8 +226,17 @@ def _read_file(path: str) -> dict[str, object]:
             return tomllib.load(file)
     except OSError as error:
         raise SettingError(f"file {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"file {path}: {str(error).splitlines()[0]}") from error
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"file {path}: {toml_reason(error)}") from error
+
+
+def toml_reason(error: ValueError | RecursionError) -> str:
+    """Why tomllib could not read a text, in one line."""
+    if isinstance(error, RecursionError):
+        return "its values are nested too deeply"
+    if not isinstance(error, (tomllib.TOMLDecodeError, UnicodeDecodeError)):
+        return "a number has too many digits"
+    return str(error).splitlines()[0]
 
 
 def _from_environment(variables: Mapping[str, str]) -> dict[str, object]:

@@ -39,6 +39,7 @@ from typing import Any, Final
 from efs.dirlock import locked_directory
 from efs.errors import InvalidArgument, Locked, StoreNotFound
 from efs.osio import Io, SystemIo, read_exactly, replace_file
+from kvstore.config import toml_reason
 
 TENANTS_FILE: Final = "tenants.toml"
 SECRET_BYTES: Final = 32
@@ -105,7 +106,11 @@ def list_tenants(root: str, *, io: Io | None = None) -> list[Tenant]:
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror or error}") from error
     try:
-        return _parse(tomllib.loads(data.decode()))
+        table = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path}: {toml_reason(error)}") from None
+    try:
+        return _parse(table)
     except ValueError as error:
         raise InvalidArgument(f"{path}: {_reason(error)}") from error
 
@@ -188,7 +193,7 @@ def _exclusive(io: Io, root: str) -> AbstractContextManager[None]:
 def _read(io: Io, path: str) -> bytes:
     """The file's bytes, after a look at the very file that was opened: its kind, its owner's and others' rights, its
     size."""
-    fd = io.open(path, os.O_RDONLY)
+    fd = io.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
         mode = stat.S_IMODE(status.st_mode)

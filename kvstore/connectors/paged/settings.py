@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from efs.limits import MAX_DEADLINE_MS, MIB
-from kvstore.config import Config, SettingError, parse_size
+from kvstore.config import Config, SettingError, parse_size, shown
 
 _OF_THE_STORE: Final = frozenset({
     "store", "get_deadline_ms", "match_deadline_ms", "put_deadline_ms", "capacity", "extent_bytes", "bypass",
@@ -81,26 +81,26 @@ def read_settings(given: Mapping[str, object], environ: Mapping[str, str] | None
 def _yes_no(given: Mapping[str, object], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise SettingError(f"{name} is {value!r}, must be true or false")
+        raise SettingError(f"{name} is {shown(value)}, must be true or false")
     return value
 
 
 def _whole(given: Mapping[str, object], name: str, default: int, most: int) -> int:
     value = given.get(name, default)
     if type(value) is not int or not 0 <= value <= most:
-        raise SettingError(f"{name} is {value!r}, must be an integer of 0 to {most}")
+        raise SettingError(f"{name} is {shown(value)}, must be an integer of 0 to {most}")
     return value
 
 
 def _text(given: Mapping[str, object], name: str) -> str | None:
     value = given.get(name)
     if value is not None and (not isinstance(value, str) or not value):
-        raise SettingError(f"{name} is {value!r}, must be a non-empty text")
+        raise SettingError(f"{name} is {shown(value)}, must be a non-empty text")
     return value
 
 
 def _size(given: Mapping[str, object], name: str, default: int) -> int:
     value = given.get(name, default)
     if not isinstance(value, (int, str)) or isinstance(value, bool):
-        raise SettingError(f"{name} is {value!r}, must be a size such as 10MB or 10MiB")
+        raise SettingError(f"{name} is {shown(value)}, must be a size such as 10MB or 10MiB")
     return parse_size(value, name)

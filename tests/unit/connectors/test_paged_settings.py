@@ -29,6 +29,8 @@ def test_settings_of_the_store_come_from_the_environment_too() -> None:
     ({"store": "/var/lib/kv"}, "must be a cluster.toml"),
     ({"store": "/var/lib/kv", "start": "yes"}, "start is 'yes'"),
     ({"store": "a.toml", "min_tokens": -1}, "min_tokens is -1"),
+    ({"store": "a.toml", "min_tokens": 1 << 20_000}, "min_tokens is a number of 20001 bits"),
+    ({"store": "a.toml", "piece_bytes": "9" * 5000}, "piece_bytes is '999"),
     ({"store": "a.toml", "min_tokens": True}, "min_tokens is True"),
     ({"store": "a.toml", "piece_bytes": "10G"}, "piece_bytes is '10G'"),
     ({"store": "a.toml", "piece_bytes": 1.5}, "piece_bytes is 1.5"),

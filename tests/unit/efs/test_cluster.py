@@ -31,7 +31,7 @@ from efs.errors import (
     StoreNotFound,
 )
 from efs.limits import MIB
-from efs.nodedir import read_config
+from efs.nodedir import parse_toml, read_config
 from efs.osio import SystemIo
 from tests.support.faultio import FaultIo
 
@@ -259,3 +259,9 @@ def test_a_description_that_is_no_text_is_named(tmp_path: Path, read: Callable[[
         (tmp_path / name).write_bytes(b"\xc2\x00")
     with pytest.raises(CorruptRecord, match=r"\.toml: is no text$"):
         read(SystemIo(), str(tmp_path))
+
+
+@pytest.mark.parametrize("value", ["[" * 5000 + "]" * 5000, "9" * 5000], ids=["nesting", "number"])
+def test_a_description_with_values_without_bounds_is_refused(value: str) -> None:
+    with pytest.raises(CorruptRecord, match=r"^store\.toml: has a number or a nesting out of all bounds$"):
+        parse_toml("store.toml", f"a = {value}".encode())

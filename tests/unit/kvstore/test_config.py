@@ -176,3 +176,24 @@ def test_values_given_to_the_constructor_are_checked() -> None:
         Config(put_deadline_ms=0)
     with pytest.raises(SettingError, match="durability is 'never'"):
         Config(durability="never")
+
+
+@pytest.mark.parametrize(("text", "reason"), [("a = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+                                              ("get_deadline_ms = " + "9" * 5000, "too many digits")])
+def test_a_file_with_values_without_bounds_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=rf"settings\.toml: .*{reason}$"):
+        Config.load(str(path), environ={})
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "0." + "1" * 5000, 10**5000, "x" * 5000], ids=range(4))
+def test_a_long_size_is_refused_in_a_short_line(value: str | int) -> None:
+    with pytest.raises(SettingError, match=r"^capacity is ") as caught:
+        parse_size(value, "capacity")
+    assert len(str(caught.value)) < 300
+
+
+def test_a_long_number_of_milliseconds_is_refused_in_a_short_line() -> None:
+    with pytest.raises(SettingError, match=r"^get_deadline_ms is a number of 16610 bits"):
+        Config(get_deadline_ms=10**5000)

@@ -264,3 +264,17 @@ def test_a_file_that_could_not_be_read_again_is_not_written(root: str, monkeypat
     with pytest.raises(InvalidArgument, match="at most"):
         add_tenant(root, "other")
     assert (Path(root) / TENANTS_FILE).read_bytes() == before
+
+
+def test_a_fifo_is_refused_without_waiting_for_a_writer(root: str) -> None:
+    os.mkfifo(Path(root) / TENANTS_FILE, 0o600)
+    with pytest.raises(InvalidArgument, match=r"tenants\.toml is not a regular file$"):
+        list_tenants(root)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("a = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+                                              ("a = " + "9" * 5000, "too many digits")])
+def test_values_without_bounds_are_refused(root: str, text: str, reason: str) -> None:
+    written(root, text)
+    with pytest.raises(InvalidArgument, match=rf"tenants\.toml: .*{reason}$"):
+        list_tenants(root)
