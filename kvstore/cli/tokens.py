@@ -113,7 +113,11 @@ def read_tokens(tokens: str | None, text: str | None) -> NDArray[np.uint32]:
 
 
 def _bytes_of(name: str) -> bytes:
-    return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    if name != "-":
+        return Path(name).read_bytes()
+    if sys.stdin is None:
+        raise UsageMistake("-: standard input is closed")
+    return sys.stdin.buffer.read()
 
 
 def _bounded(ids: NDArray[np.uint32], name: str) -> NDArray[np.uint32]:
@@ -124,8 +128,8 @@ def _bounded(ids: NDArray[np.uint32], name: str) -> NDArray[np.uint32]:
 
 def _from_npy(data: bytes, name: str) -> NDArray[np.uint32]:
     try:
-        array = np.load(BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        array = np.lib.format.read_array(BytesIO(data), allow_pickle=False)
+    except Exception as error:  # A header is Python text: what reading a wrong one raises has no end.
         raise UsageMistake(f"{name}: not a NumPy array: {error}") from error
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
         raise UsageMistake(f"{name}: not a one-dimensional array of integers")

@@ -419,6 +419,15 @@ def test_every_token_format_makes_the_same_keys(store: Path, tmp_path: Path) -> 
     assert piped.document()["blocks"] == 2
 
 
+@pytest.mark.parametrize("data", [b"PK\x03\x04" + b"garbage" * 10, b"", b"\x93NUMPY\x01\x00\x04\x00((((",
+                                  b"PK\x05\x06" + bytes(18)])
+def test_a_file_that_is_no_array_is_refused(store: Path, tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "bad.npy").write_bytes(data)
+    done = run("match", "--tokens", str(tmp_path / "bad.npy"), *BLOCK, store=store)
+    assert done.code == 2
+    assert "bad.npy: not a NumPy array: " in done.error_line
+
+
 def test_text_is_its_bytes_as_tokens(store: Path, tmp_path: Path) -> None:
     text = "prefix caching, naïvely. " * 20
     (tmp_path / "text").write_text(text, encoding="utf-8")
