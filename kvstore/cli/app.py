@@ -42,6 +42,7 @@ from kvstore.cli import (
 )
 from kvstore.cli.failures import BROKEN_PIPE, keep_tracebacks_away, one_line, report
 from kvstore.cli.options import RootOptions, parse_assignment
+from kvstore.cli.streams import OutputClosed, keep_streams, require_output
 
 ENTRY_POINT_GROUP = "kvstore.commands"
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = (
@@ -182,5 +183,10 @@ def make_app() -> typer.Typer:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the program `kvstore`."""
+    keep_streams()
     keep_tracebacks_away()
+    try:
+        require_output()
+    except OutputClosed as error:
+        sys.exit(report(error))
     make_app()(args=argv, prog_name="kvstore")

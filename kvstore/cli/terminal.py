@@ -16,6 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvstore.cli.streams import knows_unicode
+
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 Advance = Callable[[float], None]
 """Called with the work done so far, in the unit of the total."""
@@ -33,13 +35,13 @@ class Terminal:
     def result(self, document: Json, show: Callable[[Console], None]) -> None:
         """Print the JSON document, or let `show` print to the console."""
         if self.as_json:
-            sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not knows_unicode()) + "\n")
         else:
             show(self._out)
 
     def announce(self, document: Json, text: str) -> None:
         """One line at once, for whoever waits for it: the text, or the JSON document of a line each."""
-        sys.stdout.write((json.dumps(document, ensure_ascii=False) if self.as_json else text) + "\n")
+        sys.stdout.write((json.dumps(document, ensure_ascii=not knows_unicode()) if self.as_json else text) + "\n")
         sys.stdout.flush()
 
     def write(self, text: str) -> None:

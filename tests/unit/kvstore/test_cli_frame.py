@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import subprocess
@@ -387,3 +388,52 @@ def test_ages_for_people(age: float, shown: str) -> None:
 def test_square_brackets_in_a_remark_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
     Terminal(False).remark("[red]not red[/red]")
     assert capsys.readouterr().err == "[red]not red[/red]\n"
+
+
+# -- Standard streams -----------------------------------------------------------------------------------------------
+
+
+def shell(redirections: str, *words: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a command with streams as a shell leaves them."""
+    return subprocess.run(["/bin/sh", "-c", f'exec "$@" {redirections}', "sh", *command(*words)], cwd=ROOT,
+                          env=environment() | variables, capture_output=True, timeout=60, check=False)
+
+
+def test_without_standard_output_nothing_is_done(tmp_path: Path) -> None:
+    done = shell(">&-", "init", str(tmp_path / "store"), "--capacity", "120MiB")
+    assert (done.returncode, done.stderr) == (COULD_NOT_RUN, b"kvstore: standard output is closed\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_standard_error_errors_are_lost_and_no_file_gets_them(tmp_path: Path) -> None:
+    done = shell("2>&-", "match", "--nonsense")
+    assert (done.returncode, done.stdout, done.stderr) == (WRONG_REQUEST, b"", b"")
+    made = shell("2>&-", "init", str(tmp_path / "store"), "--capacity", "120MiB")
+    assert made.returncode == 0
+    assert made.stdout.startswith(b"store made at ")
+    assert shell("<&- >&- 2>&-", "config").returncode == COULD_NOT_RUN
+
+
+def test_without_standard_input_it_cannot_be_read() -> None:
+    done = shell("<&-", "match", "--tokens", "-", "--block-bytes", "4096", "--store", "nowhere")
+    assert (done.returncode, done.stderr) == (WRONG_REQUEST, b"kvstore: -: standard input is closed\n")
+    assert shell("<&-", "config").returncode == 0
+
+
+def test_what_standard_output_cannot_write_is_escaped() -> None:
+    shown = shell("", "config", "store", "--store", "é€", PYTHONIOENCODING="ascii")
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b"\\xe9\\u20ac" in shown.stdout
+    listed = shell("", "--json", "config", "store", "--store", "é€", PYTHONIOENCODING="ascii")
+    assert json.loads(listed.stdout)["settings"][0]["value"] == "é€"
+    raw = shell("", "--json", "config", "store", "--store", "\udcff")
+    assert json.loads(raw.stdout)["settings"][0]["value"] == "\udcff"
+
+
+def test_an_argument_without_utf8_is_one_line_that_names_it(store: LaidStore, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("1 2 3")
+    for option in ("--model", "--salt", "--lora", "--weights", "--tenant"):
+        done = run("match", "--tokens", str(tmp_path / "t.txt"), "--block-bytes", "4096", option, "\udcff",
+                   store=store.root)
+        assert (done.code, option[2:] in done.error_line) == (WRONG_REQUEST, True)
+        assert "internal error" not in done.error_line
