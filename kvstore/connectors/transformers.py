@@ -34,7 +34,8 @@ by one are valid KV too, but recomputing them as a chunk gives other last bits: 
 the prefill.
 
 *Limits.* One sequence (batch size 1). Sliding-window, linear-attention and compressed caches are refused, not guessed
-at. The whole KV of the reused prefix is held twice in host memory while it is copied.
+at; so are rotary positions that depend on the length of the sequence (`dynamic`, `longrope`). The whole KV of the reused
+prefix is held twice in host memory while it is copied.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from efs.errors import InvalidArgument
 from efs.types import GetReport, PutReport
+from kvstore.connectors.rope import STATIC_ROPE, length_bound_rope
 from kvstore.keys import Chain, Namespace
 from kvstore.layout import BlockLayout
 
@@ -105,13 +107,20 @@ class _Geometry:
 
 
 def layout_of(config: PreTrainedConfig, dtype: torch.dtype, block_tokens: int = BLOCK_TOKENS) -> BlockLayout:
-    """The block of a model: one segment a layer. InvalidArgument for a model whose KV is not plain full attention."""
+    """The block of a model: one segment a layer. InvalidArgument for a model whose KV is not plain full attention, or
+    whose rotary positions may depend on more than the place of a token."""
     text = config.get_text_config(decoder=True)
     others = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     if others or window is not None:
         named = ", ".join(sorted(others)) or f"sliding_window={window}"
         raise InvalidArgument(f"{text.model_type}: only full attention in every layer is supported, not {named}")
+    unfit = length_bound_rope(text.to_dict())
+    if unfit:
+        raise InvalidArgument(
+            f"{text.model_type}: rotary positions of type {', '.join(unfit)} may depend on the length of the sequence, "
+            f"supported are {', '.join(sorted(STATIC_ROPE))}"
+        )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     layer_bytes = 2 * heads * head_size * block_tokens * dtype.itemsize

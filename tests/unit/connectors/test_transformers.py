@@ -350,6 +350,33 @@ def test_models_with_other_than_full_attention_are_refused() -> None:
         layout_of(mixed, torch.bfloat16)
 
 
+HALF = [1.0] * (HEAD_SIZE // 2)
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": HALF, "long_factor": HALF,
+            "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(("kind", "rope"), [
+    ("dynamic", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
+    ("longrope", LONGROPE),
+    ("unheard-of", {"rope_type": "unheard-of", "rope_theta": 1e4}),
+    ("longrope", {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}),
+])
+def test_rotary_positions_that_depend_on_the_length_are_refused(kind: str, rope: dict[str, Any]) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, head_dim=HEAD_SIZE)
+    config.rope_parameters = rope
+    with pytest.raises(InvalidArgument, match=f"llama: rotary positions of type {kind} may depend on the length"):
+        layout_of(config, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_static_rotary_positions_are_served(kind: str) -> None:
+    scaling = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
+               "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, head_dim=HEAD_SIZE)
+    config.rope_parameters = scaling
+    assert len(layout_of(config, torch.float32).segments) == 2
+
+
 def test_the_layout_tells_head_counts_of_equal_bytes_apart() -> None:
     few = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, head_dim=32)
     many = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2, head_dim=16)
