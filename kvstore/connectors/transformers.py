@@ -34,8 +34,8 @@ by one are valid KV too, but recomputing them as a chunk gives other last bits: 
 the prefill.
 
 *Limits.* One sequence (batch size 1). Sliding-window, linear-attention and compressed caches are refused, not guessed
-at; so are rotary positions that depend on the length of the sequence (`dynamic`, `longrope`). The whole KV of the reused
-prefix is held twice in host memory while it is copied.
+at. So are rotary positions that depend on the length of the sequence (`dynamic`, `longrope`), and loaded adapters that
+are not merged. The whole KV of the reused prefix is held twice in host memory while it is copied.
 """
 
 from __future__ import annotations
@@ -134,24 +134,36 @@ def layout_of(config: PreTrainedConfig, dtype: torch.dtype, block_tokens: int = 
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """64 hex digits over configuration and every tensor of the model's state: name, type, shape, bytes.
+    """64 hex digits over configuration and every tensor of the model: name, type, shape, bytes. Buffers that are not
+    saved with a model count too, such as rotary frequencies, which a cast of the model casts as well.
 
-    Reads all weights (about a second a gigabyte). Keep the result, or the namespace, as long as the model is loaded.
+    Reads all weights (about a second a gigabyte). Keep the result, or the namespace, as long as the model is loaded and
+    not changed. InvalidArgument for a model with adapters.
     """
+    _refuse_adapters(model)
     digest = blake2b(digest_size=32, person=b"kvstore/weights")
     settings = model.config.to_diff_dict()
     for label in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         settings.pop(label, None)
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    tensors = {**dict(model.named_buffers(remove_duplicate=False)), **model.state_dict()}
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
+def _refuse_adapters(model: PreTrainedModel) -> None:
+    """InvalidArgument for a model that computes with adapters: which are active, and how strongly, no tensor tells."""
+    parts = {part.__module__.partition(".")[0] for module in model.modules() for part in type(module).__mro__}
+    if getattr(model, "_hf_peft_config_loaded", False) or "peft" in parts:
+        raise InvalidArgument(f"{model.config.model_type}: the model has adapters, merge them into its weights")
+
+
 def namespace_of(store: NamespaceSource, model: PreTrainedModel, *, name: str, weights: str | None = None,
                  tenant: str | None = None) -> Namespace:
     """The namespace of a model's KV blocks. weights: its `weights_digest` where that is known already."""
+    _refuse_adapters(model)
     return store.namespace(
         model=name, weights=weights or weights_digest(model), layout=layout_of(model.config, model.dtype), tenant=tenant
     )

@@ -400,11 +400,42 @@ def test_the_weights_digest_sees_one_changed_weight_and_a_changed_setting() -> N
     assert weights_digest(model) != before
 
 
-def test_the_namespace_has_the_digest_of_the_weights_unless_one_is_given(model: LlamaForCausalLM) -> None:
-    class Source:
-        def namespace(self, *, model: str, weights: str, layout: Any, tenant: str | None = None) -> Namespace:
-            return Namespace(model=model, weights=weights, layout=layout)
+def test_the_weights_digest_sees_buffers_that_are_not_saved(tmp_path: Path) -> None:
+    cast = small_model(torch.bfloat16)
+    cast.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert cast.model.rotary_emb.inv_freq.dtype == torch.bfloat16
+    assert loaded.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert weights_digest(loaded) != weights_digest(cast)
+    assert weights_digest(loaded) == weights_digest(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
 
+
+@pytest.mark.parametrize("injected", [True, False])
+def test_models_with_adapters_are_refused_also_with_known_weights(injected: bool) -> None:
+    class Adapter(torch.nn.Linear):
+        pass
+
+    Adapter.__module__ = "peft.tuners.lora.layer"
+    model = small_model()
+    known = weights_digest(model)
+    if injected:
+        model.model.layers[1].mlp.up_proj = Adapter(64, 96, bias=False)
+    else:
+        model._hf_peft_config_loaded = True
+    with pytest.raises(InvalidArgument, match="llama: the model has adapters"):
+        weights_digest(model)
+    with pytest.raises(InvalidArgument, match="llama: the model has adapters"):
+        namespace_of(Source(), model, name="small", weights=known)
+
+
+class Source:
+    """Of namespaces without a store."""
+
+    def namespace(self, *, model: str, weights: str, layout: Any, tenant: str | None = None) -> Namespace:
+        return Namespace(model=model, weights=weights, layout=layout)
+
+
+def test_the_namespace_has_the_digest_of_the_weights_unless_one_is_given(model: LlamaForCausalLM) -> None:
     ns = namespace_of(Source(), model, name="small")
     assert (ns.model, ns.weights) == ("small", weights_digest(model))
     assert ns.layout == layout_of(model.config, torch.float32)
