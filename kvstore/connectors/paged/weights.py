@@ -14,12 +14,15 @@ from typing import Final
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _SETTINGS: Final = (".json",)
+_CODE: Final = (".py",)
 _READ_BYTES: Final = 1 << 20
 
 
-def files_digest(directory: str) -> str | None:
-    """64 hex digits over names and contents of the weights and settings in a directory; None without weights."""
-    names = sorted(name for name in os.listdir(directory) if name.endswith(_WEIGHTS + _SETTINGS))
+def files_digest(directory: str, *, code: bool = False) -> str | None:
+    """64 hex digits over names and contents of the weights and settings in a directory; None without weights. code:
+    over its Python modules too."""
+    read = _WEIGHTS + _SETTINGS + (_CODE if code else ())
+    names = sorted(name for name in os.listdir(directory) if name.endswith(read))
     if not any(name.endswith(_WEIGHTS) for name in names):
         return None
     digest = blake2b(digest_size=32, person=b"kvstore/files")
@@ -32,9 +35,10 @@ def files_digest(directory: str) -> str | None:
     return digest.hexdigest()
 
 
-def weights_of(model: str, commit: str | None) -> str | None:
-    """Text for a namespace; None when the weights cannot be told. commit: a hub's name of exactly these files."""
+def weights_of(model: str, commit: str | None, *, code: bool = False) -> str | None:
+    """Text for a namespace; None when the weights cannot be told. commit: a hub's name of exactly these files. code:
+    the engine runs the model's own code, which then counts as the weights do."""
     if os.path.isdir(model):
-        digest = files_digest(model)
+        digest = files_digest(model, code=code)
         return None if digest is None else f"files:{digest}"
     return None if not commit else f"hub:{model}@{commit}"

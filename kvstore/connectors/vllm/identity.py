@@ -1,21 +1,23 @@
 """Who an engine is, as far as its KV blocks are concerned: what goes into their names, and which engines are served.
 
 *What is in a namespace.* vLLM's version and hash function (they make the block hashes), the model's configuration as
-vLLM runs it, dtype, quantisation, the weights, tensor- and pipeline-parallel rank and size, the KV group, and of each
+vLLM runs it, dtype, quantisation and its settings, the weights and how they are loaded, max_model_len where positions
+depend on it, tensor- and pipeline-parallel rank and size, the KV group, and of each
 page the layers, the order of dimensions and the element type. Also the attention backend and the kind of processor:
 some backends choose the order of bytes inside a page by what the processor can do (on CPUs by AMX), and no shape
 tells.
 
 *What is not served.* Models whose cache is not made of full-attention and sliding-window groups (state space, cross
 attention, chunked attention), speculative decoding, context parallelism, hashes that can collide or differ between
-processes, weights that cannot be told: the connector says so once and does nothing; the engine runs as without it.
+processes, weights that are made up or cannot be told: the connector says so once and does nothing; the engine runs as
+without it.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -33,11 +35,18 @@ from efs.errors import InvalidArgument
 from kvstore.connectors.paged.hits import Group
 from kvstore.connectors.paged.settings import PagedSettings
 from kvstore.connectors.paged.weights import weights_of
+from kvstore.connectors.rope import length_bound_rope
 from kvstore.localset import start
 from kvstore.store import BlockingKVStore
 from kvstore.tenants import Tenant, find_tenant
 
 REPRODUCIBLE_HASHES: Final = ("sha256", "sha256_cbor")
+NAMED_WEIGHTS: Final = frozenset({
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral", "pt", "npcache",
+})
+"""Values of load_format with which the weights are those in the model's files, as a digest or a commit names them."""
+_BY_LENGTH: Final = frozenset({"llama4", "llama4_text"})
+"""Models in which vLLM switches attention scaling on by max_model_len, and off by a setting of generation."""
 _PASSING: Final = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
@@ -46,6 +55,8 @@ def unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if cache.prefix_caching_hash_algo not in REPRODUCIBLE_HASHES:
         return f"blocks are named by {cache.prefix_caching_hash_algo}, must be {' or '.join(REPRODUCIBLE_HASHES)}"
+    if _load_format(vllm_config) == "dummy":
+        return "load_format dummy: the weights are made up"
     if vllm_config.speculative_config is not None:
         return "speculative decoding"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -93,10 +104,26 @@ def fingerprint(config: Any) -> str:
         "dtype": str(model.dtype),
         "cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
+        "quantization_config": getattr(model, "quantization_config", None),
+        "load_format": _load_format(config),
+        "code_revision": getattr(model, "code_revision", None),
+        "length": _length(model, settings),
         "architecture": settings,
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return f"vllm/{blake2b(text.encode(), digest_size=32, person=b'kvstore/vllm').hexdigest()}"
+
+
+def _length(model: Any, settings: Mapping[str, Any]) -> list[Any] | None:
+    """What KV depends on where it depends on the longest sequence that the engine takes; None elsewhere."""
+    scaled = str(settings.get("model_type")) in _BY_LENGTH
+    if not scaled and not length_bound_rope(settings):
+        return None
+    return [model.max_model_len, getattr(model, "override_generation_config", None) if scaled else None]
+
+
+def _load_format(config: Any) -> str:
+    return str(config.load_config.load_format).lower()
 
 
 def parallel_of(config: Any) -> tuple[int, int, int, int]:
@@ -108,10 +135,15 @@ def parallel_of(config: Any) -> tuple[int, int, int, int]:
 
 def weights_name(config: Any, settings: PagedSettings) -> str:
     """Text that says which weights the engine has loaded. InvalidArgument when that cannot be told."""
-    commit = getattr(config.model_config.hf_config, "_commit_hash", None)
-    weights = settings.weights or weights_of(config.model_config.model, commit)
+    model = config.model_config
+    if settings.weights:
+        return settings.weights
+    if _load_format(config) not in NAMED_WEIGHTS:
+        raise InvalidArgument(f"which weights load_format {_load_format(config)} loads cannot be told: set weights")
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    weights = weights_of(model.model, commit, code=bool(getattr(model, "trust_remote_code", False)))
     if weights is None:
-        raise InvalidArgument(f"which weights {config.model_config.model} has cannot be told: set weights")
+        raise InvalidArgument(f"which weights {model.model} has cannot be told: set weights")
     return weights
 
 
