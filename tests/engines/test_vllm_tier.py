@@ -202,8 +202,8 @@ def test_llama_preempted_requests_load_from_the_tier_and_leave_no_page_behind(ro
 def test_llama_on_two_ranks_has_the_parts_of_both_in_a_chunk(root: Path, models: Path) -> None:
     model = model_at("llama", models)
     prompt = some_tokens(1000, 31)
-    cold, warm = Engine(model, [{"prompts": [prompt]}, {"prompts": [prompt]}], root, tier=True, several_processes=True,
-                        engine={"tensor_parallel_size": 2}).run("only")
+    cold, warm = (Engine(model, [{"prompts": [prompt]}], root, tier=True, several_processes=True,
+                         engine={"tensor_parallel_size": 2}).run(name)[0] for name in ("first", "second"))
 
     assert cold["counts"]["save_blocks"] == 7
     assert warm["counts"]["loads"] == 1

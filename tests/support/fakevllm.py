@@ -51,11 +51,19 @@ class Tier:
         self._primary_kv_view = primary_kv_view
 
 
+class JobResult:
+    """vLLM's answer of a tier."""
+
+    def __init__(self, number: int, success: bool, **more: Any) -> None:
+        self.number = number
+        self.ok = success
+
+
 KNOWN: Final[dict[str, Any]] = {
     "KVConnectorBase_V1": ConnectorBase, "OffloadingConnector": Offloading, "SecondaryTierManager": Tier,
     "Medium": SimpleNamespace(STORAGE="storage"),
     "LookupResult": SimpleNamespace(MISS="miss", HIT="hit", RETRY="retry"),
-    "JobResult": SimpleNamespace,
+    "JobResult": JobResult,
 }
 
 

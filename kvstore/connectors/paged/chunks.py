@@ -102,6 +102,10 @@ class ChunkTransfers:
         with self._changed:
             self._changed.wait_for(lambda: self._under_way == 0)
 
+    def give_up(self) -> None:
+        """Pieces that have not begun fail from now on."""
+        self._closing = True
+
     def close(self) -> bool:
         """Store what waits, within the drain time, and end the threads; what is left then fails. False: some slot is
         still in use."""

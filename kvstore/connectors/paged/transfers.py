@@ -70,6 +70,11 @@ class PageTransfers:
         self._loading = 0
         self._turn = 0
         self._finished: list[LoadResult] = []
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """From now on every load fails, those under way too, and nothing more is stored."""
+        self._given_up = True
 
     # -- loads
 
@@ -86,7 +91,7 @@ class PageTransfers:
                 self._changed.wait_for(lambda: bool(self._finished), wait_s)
             ended, self._finished = self._finished, []
             self._loading -= len(ended)
-        return ended
+        return [LoadResult(result.request_id, ok=False) for result in ended] if self._given_up else ended
 
     def _load(self, job: LoadJob, began: float) -> None:
         result = LoadResult(job.request_id, ok=False)
@@ -146,6 +151,9 @@ class PageTransfers:
 
     def _save(self, chain: Chain, blocks: NDArray[np.uint8]) -> None:
         try:
+            if self._given_up:
+                self._counts.add("save_failed_blocks", len(chain))
+                return
             put(self._store, chain, blocks, self._counts)
         finally:
             self._waiting.release(blocks.size)

@@ -7,6 +7,10 @@ makes the namespaces and hands them to the scheduler in vLLM's handshake. What t
 *Loads are asynchronous and fail as a whole.* With several KV groups vLLM cannot be told single bad blocks, so a failed
 load is reported as a failed receive; vLLM forgets the pages and asks again, and `Scheduling` then offers what is left.
 That needs kv_load_failure_policy "recompute"; anything else ends requests, and is refused at the start.
+
+*A reset ends the use of the store.* vLLM asks for one when weights were replaced, and the names of blocks hold the
+weights of the start. The scheduler then asks, loads and saves nothing more, and tells the workers with the next step:
+a load under way counts as failed, and a save that has not begun is dropped.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from kvstore.connectors.paged.scheduling import Scheduling, SpaceTable
 from kvstore.connectors.paged.settings import read_settings
 from kvstore.connectors.paged.transfers import PageSpace, PageTransfers
 from kvstore.connectors.vllm.identity import (
+    RESET,
     fingerprint,
     group_of,
     kind_of,
@@ -57,9 +62,10 @@ IDLE_WAIT_S: Final = 0.005
 
 @dataclass
 class KVStoreMetadata(KVConnectorMetadata):
-    """Scheduler to workers, every step."""
+    """Scheduler to workers, every step. reset: the store is not used any more."""
 
     jobs: StepJobs = field(default_factory=StepJobs)
+    reset: bool = False
 
 
 @dataclass
@@ -129,6 +135,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._transfers: PageTransfers | None = None
         self._spaces: tuple[PageSpace, ...] = ()
         self._failed: list[LoadResult] = []
+        self._reset = False
         reason = "the setting bypass" if self._settings.config.bypass else unsupported(vllm_config, kv_cache_config)
         self._active = reason is None
         if reason is not None:
@@ -178,6 +185,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if self._transfers is not None and isinstance(metadata, KVStoreMetadata):
+            if metadata.reset:
+                self._transfers.give_up()
             for job in metadata.jobs.loads:
                 self._transfers.load(job)
 
@@ -218,7 +227,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = [found.namespaces for _, found in sorted(metadata.items())
                  if isinstance(found, KVStoreHandshake) and len(found.namespaces) == len(specs)]
         world = self._vllm_config.parallel_config.world_size
-        if not self._active or len(ranks) != world:
+        if not self._active or self._reset or len(ranks) != world:
             _LOG.warning("the KV store is not used: %d of %d workers can", len(ranks), world)
             return
         groups = [group_of(spec) for spec in specs]
@@ -229,18 +238,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling = Scheduling(self._store, table, self._settings, self._counts)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._scheduling is None:
+        if self._scheduling is None or self._reset:
             return 0, False
         tokens = self._scheduling.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduling is not None:
+        if self._scheduling is not None and not self._reset:
             self._scheduling.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        if self._scheduling is None:
-            return KVStoreMetadata()
+        if self._scheduling is None or self._reset:
+            return KVStoreMetadata(reset=self._reset)
         state = scheduler_output.kv_connector_block_state
         return KVStoreMetadata(self._scheduling.step(scheduler_output.num_scheduled_tokens, state.get_block_ids))
 
@@ -264,6 +273,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduling is not None:
             self._scheduling.ended(request.request_id)
         return False, None
+
+    def reset_cache(self) -> bool:
+        """The weights may be others than the names of blocks say: from now on, for good, the store is not used."""
+        if self._scheduling is not None and not self._reset:
+            self._counts.add("ended_by_reset")
+            _LOG.warning("the KV store is not used any more: %s", RESET)
+        self._reset = True
+        return True
 
     # -- both
 

@@ -47,6 +47,7 @@ NAMED_WEIGHTS: Final = frozenset({
 """Values of load_format with which the weights are those in the model's files, as a digest or a commit names them."""
 _BY_LENGTH: Final = frozenset({"llama4", "llama4_text"})
 """Models in which vLLM switches attention scaling on by max_model_len, and off by a setting of generation."""
+RESET: Final = "vLLM reset it, which may mean other weights than blocks are named by; a restart uses it again"
 _PASSING: Final = ("_name_or_path", "transformers_version", "_commit_hash")
 
 

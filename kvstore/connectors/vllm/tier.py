@@ -69,6 +69,7 @@ from kvstore.connectors.paged.savings import Savings
 from kvstore.connectors.paged.scheduling import BYPASS, left_alone
 from kvstore.connectors.paged.settings import read_settings
 from kvstore.connectors.vllm.identity import (
+    RESET,
     fingerprint,
     group_of,
     kind_of,
@@ -121,6 +122,7 @@ class KVStoreTier(SecondaryTierManager):
         self._requests: dict[str, RequestChunks] = {}
         self._jobs: dict[int, tuple[str, dict[Place, bytes]]] = {}
         self._refused: list[JobResult] = []
+        self._ended = False
 
     @property
     def spec(self) -> Any:
@@ -136,6 +138,15 @@ class KVStoreTier(SecondaryTierManager):
         self._lookups = ChunkLookups(self._link, space.groups, space.namespaces, self.settings, self._counts)
         self._transfers = ChunkTransfers(self._link, space.namespaces, slots, self.settings, self._counts)
 
+    def end(self) -> None:
+        """The weights may be others than the names of chunks say: from now on, for good, nothing is found or stored."""
+        if self._transfers is not None and not self._ended:
+            self._counts.add("ended_by_reset")
+            self._transfers.give_up()
+            _LOG.warning("the KV store is not used any more: %s", RESET)
+        self._ended = True
+        self._requests.clear()
+
     # -- requests
 
     def leaves_alone(self, reason: str) -> None:
@@ -143,7 +154,7 @@ class KVStoreTier(SecondaryTierManager):
         self._counts.add(f"bypassed_{reason}")
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if self._lookups is not None and not _bypassed(req_context):
+        if self._lookups is not None and not self._ended and not _bypassed(req_context):
             self._requests[req_context.req_id] = RequestChunks()
         return RequestOffloadingContext()
 
@@ -228,6 +239,9 @@ class KVStoreTier(SecondaryTierManager):
             return results
         for ended in self._transfers.finished():
             request_id, hashes = self._jobs.pop(ended.job)
+            if self._ended:
+                results.append(JobResult(ended.job, False, transfer_time=ended.seconds, transfer_bytes=ended.bytes))
+                continue
             keys: list[bytes] = []
             if ended.load and request_id in self._requests:
                 if ended.ok:
@@ -332,6 +346,13 @@ class KVStoreOffloadingConnector(OffloadingConnector):
                 tier.begin(_space_of(self._vllm_config, self._kv_cache_config, tier, facts))
             except (EfsError, OSError) as error:
                 _LOG.warning("the KV store is not used: %s", error)
+
+    def reset_cache(self) -> bool | None:
+        """Empty vLLM's own cache in host memory, and end the use of the store: vLLM asks when weights were replaced."""
+        for tier in self._tiers:
+            tier.end()
+        emptied: bool | None = super().reset_cache()
+        return emptied
 
     def on_new_request(self, request: Any) -> None:
         """Requests that the store must leave alone are marked for the tier, which does not see what they are."""

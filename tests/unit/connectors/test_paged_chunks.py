@@ -160,6 +160,16 @@ def test_closing_stores_what_waits_and_gives_up_what_hangs() -> None:
     assert rig.counts.total["save_blocks"] == 1
 
 
+def test_given_up_transfers_load_and_store_nothing_and_answer_every_job(rig: Rig) -> None:
+    rig.save(span(0, [1]))
+    rig.transfers.give_up()
+    before = rig.slots.copy()
+    assert not rig.load(span(0, [20])).ok
+    assert not rig.save(span(1, [2])).ok
+    assert len(rig.store.blocks) == 1
+    assert np.array_equal(rig.slots, before)
+
+
 def test_draining_waits_for_every_job(rig: Rig) -> None:
     held = threading.Event()
 

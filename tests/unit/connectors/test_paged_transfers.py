@@ -238,6 +238,19 @@ def test_closing_stores_what_is_waiting(rig: Rig) -> None:
     assert len(rig.store.blocks) == 30
 
 
+def test_given_up_transfers_fail_every_load_also_one_that_has_ended_and_store_nothing(rig: Rig) -> None:
+    rig.save(0, [3])
+    assert rig.stored(1)
+    rig.transfers.load(LoadJob("under way", (span_of(0, HASHES, 0, [9]),)))
+    assert eventually(lambda: rig.counts.total.get("loads") == 1)
+    rig.transfers.give_up()
+    assert rig.transfers.finished(20.0) == [LoadResult("under way", ok=False)]
+    assert rig.load(0, [10]) == LoadResult("r", ok=False)
+    rig.save(1, [4])
+    assert eventually(lambda: rig.counts.total.get("save_failed_blocks") == 1)
+    assert len(rig.store.blocks) == 1
+
+
 def test_a_group_in_one_piece_of_memory_is_filled_without_a_buffer() -> None:
     rig = Rig()
     cache = torch.randn((PAGES, 2, TOKENS, 4))
