@@ -6,7 +6,8 @@ after it was filled. `zero_chunk`: the same with a tier, of every stretch that i
 that covers block n of a sequence delivers only what is before it. `evict` n: what is stored of block n and those
 behind it is dropped after the question and before the load. `hang` verb: all servers stand still while the first
 question (`match`) or fetch (`get_into`) lasts; what follows finds all nodes serving again. `abort` phase prompt: a
-request for this prompt is aborted in a phase of its life. Those that patch the connector end with the round and are
+request for this prompt is aborted in a phase of its life. `reset`: vLLM resets the connector, as after a change of
+weights. Those that patch the connector end with the round and are
 counted: a test whose fault did not happen must fail.
 """
 
@@ -153,6 +154,10 @@ class Faults:
                 assert eventually(lambda: all(node.state == "serving" for node in store.nodes()))
 
         self._patch(BlockingKVStore, verb, hangs)
+
+    def _reset(self) -> None:
+        assert self._llm.reset_prefix_cache(reset_connector=True)
+        self._injected += 1
 
     def _abort(self, phase: str, prompt: list[int]) -> None:
         """A request for this prompt is aborted in the middle of a question, a load, a save, or a prompt that is being

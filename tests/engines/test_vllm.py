@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.engines.enginerun import (
     LIVE,
     STEPS,
@@ -58,6 +60,23 @@ def test_llama_two_engines_share_one_local_store_and_a_third_goes_on_from_both(r
     assert tokens_of(evicted) == tokens_of(cold[0])
     assert cached_of(mended) == [896]
     assert tokens_of(mended) == tokens_of(cold[0])
+
+
+@pytest.mark.parametrize("tier", [False, True])
+def test_llama_after_a_reset_loads_and_saves_nothing_more(root: Path, models: Path, tier: bool) -> None:
+    model = model_at("llama", models)
+    prompts = [some_tokens(500, seed) for seed in (61, 62)]
+    cold, warm, *after = Engine(model, [
+        {"prompts": prompts[:1]}, {"prompts": prompts[:1]},
+        {"prompts": prompts, "before": [["reset"]]}, {"prompts": prompts},
+    ], root, tier=tier).run("only")
+
+    assert cached_of(warm) == [384]
+    for answer in after:
+        assert cached_of(answer) == [0, 0]
+        assert tokens_of(answer)[:1] == tokens_of(cold)
+        assert not {"loads", "save_begun_blocks"} & answer["counts"].keys()
+    assert [answer["counts"].get("ended_by_reset") for answer in (warm, *after)] == [None, 1, None]
 
 
 def test_llama_with_a_store_that_is_full_saves_nothing_more_and_says_the_same(root: Path, models: Path) -> None:
