@@ -29,7 +29,7 @@ ORDER: Final = {
         wire handshake messages endpoint stream scratch staging sparedir servedspare session server link remote cluster
         ownership clusterfile clustermap etcd spares
         hedge pinning
-        target unitread early examine fetch reader joining health ask pieces survey quota writer pace listing sweep
+        target unitread early joining health ask examine fetch reader pieces survey quota writer pace listing sweep
         findings indexprobe nodeview tenantcount storeview warmth verdict payloadcheck stripecheck tablecheck fsck match
         memory stripe mend rebuild repair progress scrub tombstones purge exposition statuspage serving upkeep fs
         joined moving groups clusterfs replace culprit fsckrepair

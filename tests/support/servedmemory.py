@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from efs.clock import Clock, SystemClock
+from efs.clock import Clock, Deadline, SystemClock
 from efs.endpoint import Endpoint, parse_endpoint
 from efs.handshake import Role, Tokens
 from efs.link import RemotePlace
@@ -17,11 +17,14 @@ from efs.server import NodeServer
 from efs.session import ServedNode
 from tests.support.gatednode import GatedNode
 from tests.support.memorynode import MemoryNode
+from tests.support.rawclient import hello_for
+from tests.support.records import make_records
 from tests.support.servers import short_directory
 
 NODE_INDEX = 5
 CLUSTER_ID = "c" * 32
 NODE_ID = "d" * 32
+HELLO = hello_for(NODE_INDEX)
 
 
 @dataclass(slots=True)
@@ -62,3 +65,17 @@ async def served_memory(tokens: Tokens | None = None, address: str = "unix:s",
         await node.all_done()
         node.batches.clear()
         assert server.intake.held_bytes == 0
+
+
+async def assert_serves(served: ServedMemory) -> None:
+    """A good client finds the server working."""
+    node = await served.connect()
+    records = make_records(3, NODE_INDEX, seed=77)
+    outcome = await node.put(records.batch(), soon(served))
+    assert outcome.stored.all()
+    assert (await node.info(soon(served))).records >= 3
+    await node.close()
+
+
+def soon(served: ServedMemory) -> Deadline:
+    return Deadline.after_ms(served.clock, 20_000)
