@@ -39,7 +39,7 @@ def config(**changes: Any) -> Any:
     parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
     made = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256_cbor"), speculative_config=None,
-        parallel_config=parallel,
+        parallel_config=parallel, load_config=SimpleNamespace(load_format="auto"),
     )
     for name, value in changes.items():
         setattr(made, name, value)
@@ -84,20 +84,21 @@ def test_engines_that_could_be_told_wrong_bytes_are_left_alone(changes: dict[str
 
 
 FACTS: dict[str, Any] = {"prefix_caching_hash_algo": "sha256_cbor", "cache_dtype": "auto", "dtype": torch.bfloat16,
-                         "quantization": None, "layers": 3, "_name_or_path": "/models/a"}
+                         "quantization": None, "load_format": "auto", "layers": 3, "_name_or_path": "/models/a"}
 
 
 def named(**changes: Any) -> str:
     facts = FACTS | changes
     cache = SimpleNamespace(**{name: facts.pop(name) for name in ("prefix_caching_hash_algo", "cache_dtype")})
     model = SimpleNamespace(**{name: facts.pop(name) for name in ("dtype", "quantization")})
+    load = SimpleNamespace(load_format=facts.pop("load_format"))
     model.hf_config = SimpleNamespace(to_dict=lambda: facts)
-    return fingerprint(SimpleNamespace(model_config=model, cache_config=cache))
+    return fingerprint(SimpleNamespace(model_config=model, cache_config=cache, load_config=load))
 
 
 @pytest.mark.parametrize("changes", [
     {"prefix_caching_hash_algo": "sha256"}, {"cache_dtype": "fp8"}, {"dtype": torch.float16}, {"quantization": "awq"},
-    {"layers": 4}, {"rope_theta": 1e6},
+    {"layers": 4}, {"rope_theta": 1e6}, {"load_format": "pt"},
 ])
 def test_an_engine_that_computes_other_bytes_has_another_name(changes: dict[str, Any]) -> None:
     assert named(**changes) != named()
