@@ -74,8 +74,8 @@ def stop(root: str, *, wait_s: float = STOP_WAIT_S) -> int:
     """End the servers of ROOT's nodes; how many processes that were."""
     root = os.path.abspath(root)
     until = time.monotonic() + wait_s
+    config = read_cluster(SystemIo(), os.path.join(root, CLUSTER_FILE))
     with _only_one(root, until), ExitStack() as opened:
-        config = read_cluster(SystemIo(), os.path.join(root, CLUSTER_FILE))
         listeners = [_listener(path) for path in _sockets(config, range(STRIPE_SHARDS))]
         pids = {pid for pid in listeners if pid is not None}
         if 0 in pids:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from efs.errors import InvalidArgument
+from efs.errors import InvalidArgument, StoreNotFound
 from efs.limits import MIB, STRIPE_SHARDS
 from efs.nodedir import OwnerLock, written_pid
 from efs.osio import SystemIo
@@ -73,6 +73,12 @@ def test_whoever_comes_first_starts_the_servers_and_all_others_use_them(root: st
 def test_a_store_is_not_made_without_a_capacity(root: str) -> None:
     with pytest.raises(InvalidArgument, match="no capacity is given"):
         start(root, None)
+
+
+def test_stopping_what_is_not_there_makes_nothing(root: str) -> None:
+    with pytest.raises(StoreNotFound):
+        stop(f"{root}/absent")
+    assert not os.path.exists(root)
 
 
 def test_servers_are_nobodys_children_so_that_killing_an_engine_with_its_children_leaves_them(root: str) -> None:
